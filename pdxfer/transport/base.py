@@ -1,0 +1,724 @@
+"""The transport contract: bytes from one agent to another, in order and whole, or a failed channel.
+
+In come headers (opaque bytes) and payloads (memory); out they come at the peer. A transport never sees
+a layout, a component or a plan, and it promises nothing about what the bytes mean: who needs integrity
+hashes the bytes, who needs completeness counts the messages.
+
+Five nouns, each with one owner::
+
+    Transport ── one per agent and scheme; owns everything below, close() ends it all
+      ├── Region     memory of mine that bytes leave from   ── descriptor ──▶  RegionDescriptor (plain bytes)
+      ├── Listener   where peers find me                    ── accept()   ──▶  Channel
+      └── Channel    an ordered path to one peer
+            send_all(header, payload) ──▶ Sending          "may I reuse the payload's memory?"
+            receive()                 ──▶ Message          valid until release()
+            export_region(region)     ──▶ Message.region   a RemoteRegion at the peer, read-only
+
+Threads. Everything is synchronous and may be driven from ordinary threads. On one channel at most one
+thread sends (``send_all``, ``export_region``) and at most one receives at a time; a second one gets
+MisuseError. ``Sending``, ``Message.release`` and every ``close`` may be called from any thread at any time.
+``connect`` waits until the peer's ``accept`` took it, so one thread can't do both ends in turn.
+
+Failure. MisuseError changes nothing. DeadlineError from a channel means that nothing was sent or received:
+the channel is as usable as before. TransportError from a channel means that it is closed, for good, on this
+side; what the peer sent before an orderly close is still handed out first, as far as its ``Sending`` was done.
+
+Flow control. A peer that does not receive or release makes the sender wait, never grow: at least
+``WINDOW_MESSAGES`` messages may be sent and not yet released, from there on ``send_all`` may wait.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
+from types import TracebackType
+from typing import Any, ClassVar, TypeVar
+
+import msgpack
+import numpy as np
+from numpy.typing import NDArray
+
+from pdxfer.errors import DeadlineError, ExhaustedError, MisuseError, TransportError
+
+__all__ = [
+    "MAX_HEADER_BYTES",
+    "MAX_NAME_CHARS",
+    "WINDOW_MESSAGES",
+    "Address",
+    "Channel",
+    "Closable",
+    "Deadline",
+    "DoneSending",
+    "Listener",
+    "LocalMemoryTransport",
+    "MappedRegion",
+    "Message",
+    "Region",
+    "RegionDescriptor",
+    "RemoteRegion",
+    "Runs",
+    "Sending",
+    "Transport",
+    "anonymous_memory",
+    "byte_view",
+    "check_header",
+    "check_nbytes",
+    "check_runs",
+    "copy_runs",
+    "format_address",
+    "parse_address",
+    "parse_fields",
+    "writable_view",
+]
+
+#: A header is small by contract: what is big belongs into the payload.
+MAX_HEADER_BYTES = 64 << 10
+MAX_NAME_CHARS = 256
+#: Messages that every transport lets a sender have underway (sent, not yet released by the receiver).
+WINDOW_MESSAGES = 32
+
+_MAX_REGION_BYTES = 1 << 47  # user address space of x86-64 and arm64
+_Self = TypeVar("_Self", bound="Closable")
+
+Runs = NDArray[np.int64]
+
+
+# -- addresses -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """``scheme://location``; what a location means is the scheme's affair."""
+
+    scheme: str
+    location: str
+
+    def __post_init__(self) -> None:
+        if not self.scheme or not all(c.isascii() and (c.isalnum() or c in "+-.") for c in self.scheme):
+            raise MisuseError(f"address scheme {self.scheme!r} is not a URL scheme")
+        if not self.location or any(ord(c) < 33 or ord(c) == 127 for c in self.location):
+            raise MisuseError(f"address location {self.location!r} is empty or has blanks or control characters")
+
+    def expect(self, scheme: str) -> str:
+        """Return the location; raises MisuseError when the address belongs to another scheme."""
+        if self.scheme != scheme:
+            raise MisuseError(f"address {format_address(self)!r} is not a {scheme}:// address")
+        return self.location
+
+
+def parse_address(url: str) -> Address:
+    """Split a URL such as ``shm:///run/x/sock``, ``tcp://10.0.0.1:7000`` or ``memory://name``.
+
+    Raises:
+        MisuseError: there is no ``://``, or a part is empty or has blanks. ``format_address`` is the inverse.
+    """
+    scheme, separator, location = url.partition("://")
+    if not separator:
+        raise MisuseError(f"{url!r} is not an address", hint="write scheme://location, e.g. tcp://127.0.0.1:7000")
+    return Address(scheme=scheme, location=location)
+
+
+def format_address(address: Address) -> str:
+    """Return the URL; ``parse_address`` is the inverse."""
+    return f"{address.scheme}://{address.location}"
+
+
+# -- deadlines and arguments ---------------------------------------------------------------------
+
+
+class Deadline:
+    """A moment on the monotonic clock; one per public call, handed down so that waits never add up."""
+
+    __slots__ = ("_at_s",)
+
+    def __init__(self, timeout_s: float) -> None:
+        if not (math.isfinite(timeout_s) and timeout_s >= 0):
+            raise MisuseError(f"timeout_s is {timeout_s!r}; it must be a finite number of seconds, at least 0")
+        self._at_s = time.monotonic() + timeout_s
+
+    def left_s(self, cap_s: float = threading.TIMEOUT_MAX) -> float:
+        """Seconds left, at least 0 and at most ``cap_s``."""
+        return min(max(0.0, self._at_s - time.monotonic()), cap_s)
+
+    def left_ms(self) -> int:
+        """Milliseconds left for ``poll``, rounded up so that waiting ends after the deadline, not just before."""
+        return min(math.ceil(self.left_s() * 1000), 2**31 - 1)
+
+    def check(self, waited_for: str) -> None:
+        """Raise DeadlineError when the moment has passed."""
+        if self.left_s() == 0:
+            raise DeadlineError(f"gave up waiting for {waited_for}")
+
+
+def byte_view(buffer: Any, what: str) -> memoryview:
+    """Return ``buffer`` as a flat memoryview of bytes; raises MisuseError when it isn't contiguous memory."""
+    try:
+        view = memoryview(buffer)
+        return view if view.format == "B" and view.ndim == 1 and view.c_contiguous else view.cast("B")
+    except (TypeError, ValueError, BufferError) as error:
+        raise MisuseError(
+            f"{what} is not contiguous memory: {error}", hint="pass a C-contiguous buffer of bytes"
+        ) from error
+
+
+def check_header(header: bytes) -> bytes:
+    """Return ``header``; raises MisuseError when it isn't bytes or is over MAX_HEADER_BYTES."""
+    if not isinstance(header, bytes):
+        raise MisuseError(f"a header must be bytes, not {type(header).__name__}")
+    if len(header) > MAX_HEADER_BYTES:
+        raise MisuseError(
+            f"the header has {len(header)} bytes; at most {MAX_HEADER_BYTES} are allowed", hint="send it as payload"
+        )
+    return header
+
+
+def writable_view(buffer: Any, what: str) -> memoryview:
+    """Return ``buffer`` as flat writable bytes; raises MisuseError when it is read-only, empty or scattered."""
+    view = byte_view(buffer, what)
+    if view.readonly:
+        raise MisuseError(f"{what} is read-only memory")
+    check_nbytes(view.nbytes, what)
+    return view
+
+
+def check_nbytes(nbytes: int, what: str) -> int:
+    """Return ``nbytes``; raises MisuseError when it can't be the size of a region."""
+    if not isinstance(nbytes, int) or not 1 <= nbytes <= _MAX_REGION_BYTES:
+        raise MisuseError(f"{what} must have 1 to {_MAX_REGION_BYTES} bytes, not {nbytes!r}")
+    return nbytes
+
+
+def anonymous_memory(nbytes: int) -> memoryview:
+    """Return page-aligned, zeroed, private memory; it goes back to the system with the last view of it."""
+    return memoryview(mmap(-1, nbytes, flags=MAP_PRIVATE | MAP_ANONYMOUS))
+
+
+# -- runs ----------------------------------------------------------------------------------------
+
+
+def check_runs(
+    target: memoryview, source_nbytes: int, target_offsets: Runs, source_offsets: Runs, lengths: Runs
+) -> tuple[memoryview, Runs, Runs, Runs]:
+    """Check a list of copies against both ends and return it merged: neighbours at both ends become one run.
+
+    ::
+
+        source  |..[aaaa][bbbb]......[cc]..|     run i: source[s_i, s_i + n_i) -> target[t_i, t_i + n_i)
+        target  |[aaaa][bbbb][cc]..........|     a and b are adjacent at both ends: one run
+
+    Raises:
+        MisuseError: target not writable, arrays not one-dimensional int64 of one length, or a run that is
+            negative or leaves either end. Nothing was copied.
+    """
+    view = byte_view(target, "target")
+    if view.readonly:
+        raise MisuseError("target is read-only memory")
+    arrays = (target_offsets, source_offsets, lengths)
+    if any(
+        not isinstance(a, np.ndarray) or a.dtype != np.int64 or a.ndim != 1 or len(a) != len(lengths) for a in arrays
+    ):
+        raise MisuseError(
+            "target_offsets, source_offsets and lengths must be one-dimensional int64 arrays of one length"
+        )
+    for offsets, nbytes, end in ((target_offsets, view.nbytes, "target"), (source_offsets, source_nbytes, "source")):
+        # Compared as offset > size - length, which can't overflow once length lies in [0, size].
+        bad = (lengths < 0) | (lengths > nbytes) | (offsets < 0)
+        bad |= offsets > nbytes - np.where(bad, 0, lengths)
+        if bad.any():
+            i = int(np.argmax(bad))
+            raise MisuseError(
+                f"run {i} of {int(lengths[i])} bytes at {int(offsets[i])} leaves the {end} of {nbytes} bytes"
+            )
+    return view, *_merge(target_offsets, source_offsets, lengths)
+
+
+def _merge(target_offsets: Runs, source_offsets: Runs, lengths: Runs) -> tuple[Runs, Runs, Runs]:
+    keep = lengths > 0
+    if not keep.all():
+        target_offsets, source_offsets, lengths = target_offsets[keep], source_offsets[keep], lengths[keep]
+    if len(lengths) < 2:
+        return target_offsets, source_offsets, lengths
+    follows = target_offsets[1:] == target_offsets[:-1] + lengths[:-1]
+    follows &= source_offsets[1:] == source_offsets[:-1] + lengths[:-1]
+    if not follows.any():
+        return target_offsets, source_offsets, lengths
+    starts = np.concatenate(([0], np.flatnonzero(~follows) + 1))
+    return target_offsets[starts], source_offsets[starts], np.add.reduceat(lengths, starts)
+
+
+def copy_runs(target: memoryview, source: memoryview, target_offsets: Runs, source_offsets: Runs, lengths: Runs) -> int:
+    """Copy checked runs between two memories of this process; returns the bytes copied."""
+    for t, s, n in zip(target_offsets.tolist(), source_offsets.tolist(), lengths.tolist(), strict=True):
+        target[t : t + n] = source[s : s + n]
+    return int(lengths.sum())
+
+
+# -- what a peer says ----------------------------------------------------------------------------
+
+
+def parse_fields(data: bytes | memoryview, what: str, *types: type) -> list[Any]:
+    """Read a msgpack array of exactly these types from a peer; the bytes are bounded by the caller.
+
+    Raises:
+        TransportError: anything else: not msgpack, trailing bytes, wrong count, wrong type.
+    """
+    try:
+        fields = msgpack.unpackb(data, raw=False, max_ext_len=0, max_map_len=0, max_array_len=len(types))
+    except Exception as error:  # msgpack raises a dozen classes for bad bytes; all mean the same here
+        raise TransportError(f"{what} from the peer can't be read: {type(error).__name__}") from error
+    if not isinstance(fields, list) or [type(f) for f in fields] != list(types):
+        raise TransportError(f"{what} from the peer has the wrong fields")
+    return fields
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionDescriptor:
+    """A region as told to a peer: plain numbers that give no access by themselves.
+
+    Attributes:
+        scheme: the transport that made the region.
+        region_id: unique in the owner's transport.
+        name: for logs.
+        nbytes: size; a reader checks every access against it.
+        address: where the region lies in its *owner's* memory, or 0 when readers get it another way. A reader
+            uses it only on the process at the other end of the channel it came by (never on a process, or a
+            memory, that a message names).
+    """
+
+    scheme: str
+    region_id: int
+    name: str
+    nbytes: int
+    address: int = 0
+
+    def __post_init__(self) -> None:
+        if len(self.name) > MAX_NAME_CHARS or not 1 <= len(self.scheme) <= 32:
+            raise MisuseError(f"region name has {len(self.name)} characters; at most {MAX_NAME_CHARS} are allowed")
+        check_nbytes(self.nbytes, f"region {self.name!r}")
+        if not 0 <= self.region_id < 1 << 63 or not 0 <= self.address <= _MAX_REGION_BYTES - self.nbytes:
+            raise MisuseError(f"region {self.name!r}: id or address is out of bounds")
+
+    def to_bytes(self) -> bytes:
+        """Return the descriptor as msgpack; ``from_bytes`` is the inverse."""
+        packed: bytes = msgpack.packb([self.scheme, self.region_id, self.name, self.nbytes, self.address])
+        return packed
+
+    @classmethod
+    def from_bytes(cls, data: bytes | memoryview) -> RegionDescriptor:
+        """Parse what a peer sent; raises TransportError for anything that ``to_bytes`` can't have made."""
+        if len(data) > 2048:
+            raise TransportError(f"a region descriptor from the peer has {len(data)} bytes")
+        scheme, region_id, name, nbytes, address = parse_fields(data, "a region descriptor", str, int, str, int, int)
+        try:
+            return cls(scheme=scheme, region_id=region_id, name=name, nbytes=nbytes, address=address)
+        except MisuseError as error:
+            raise TransportError(f"a region descriptor from the peer is out of bounds: {error.message}") from error
+
+
+# -- the nouns -----------------------------------------------------------------------------------
+
+
+class Closable(ABC):
+    """Something with an end: a context manager whose ``close`` may be called twice, from any thread."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End it; does nothing the second time, never raises."""
+
+    def __enter__(self: _Self) -> _Self:  # noqa: PYI019 - typing.Self came with 3.11
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Region(Closable):
+    """Memory of this process that a transport may send from, and export if it can. Made by a Transport only.
+
+    ``close`` ends what peers may begin with it; messages underway are not recalled, so wait for their
+    ``Sending`` first. Allocated memory goes back to the system when the last view of it is gone: numpy
+    arrays made from ``view`` stay valid as long as they live. Registered memory stays the caller's.
+    """
+
+    def __init__(self, *, view: memoryview, descriptor: RegionDescriptor, on_close: Callable[[Region], None]) -> None:
+        self._view: memoryview | None = view
+        self._on_close = on_close
+        self.descriptor = descriptor
+
+    @property
+    def name(self) -> str:
+        """The name given to ``allocate`` or ``register``; for logs."""
+        return self.descriptor.name
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.descriptor.nbytes
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return self._view is None
+
+    @property
+    def view(self) -> memoryview:
+        """The memory, flat, writable, one byte an item; raises MisuseError after ``close``."""
+        view = self._view
+        if view is None:
+            raise MisuseError(f"region {self.name!r} is closed")
+        return view
+
+    def close(self) -> None:
+        """Give the region up; see the class for what that means to views and to messages underway."""
+        if self._view is not None:
+            self._view = None
+            self._on_close(self)
+
+
+class RemoteRegion(Closable):
+    """A peer's region, read-only. Valid until it, its channel, or the peer's region is closed.
+
+    What it shows may change at any time, for it is the peer's live memory: verify what was copied.
+    One thread at a time reads.
+    """
+
+    def __init__(self, descriptor: RegionDescriptor) -> None:
+        self.descriptor = descriptor
+
+    @property
+    def name(self) -> str:
+        """The owner's name for it."""
+        return self.descriptor.name
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.descriptor.nbytes
+
+    @property
+    @abstractmethod
+    def view(self) -> memoryview | None:
+        """The memory itself, read-only, or None where only ``read_runs`` works; TransportError once closed."""
+
+    @abstractmethod
+    def read_runs(self, target: memoryview, target_offsets: Runs, source_offsets: Runs, lengths: Runs) -> int:
+        """Copy ``lengths[i]`` bytes from ``source_offsets[i]`` here to ``target_offsets[i]`` in ``target``, for all i.
+
+        Args:
+            target: writable contiguous memory of this process. Runs must not overlap in it.
+            target_offsets, source_offsets, lengths: int64 arrays of shape (n,), in bytes.
+
+        Returns:
+            The bytes copied: ``lengths.sum()``.
+
+        Raises:
+            MisuseError: see ``check_runs``; nothing was copied.
+            TransportError: the peer is gone, withdrew the region or may not be read. Part of ``target`` may have
+                been written. The *channel* stays open: its messages are another path, which may still work.
+        """
+
+
+class MappedRegion(RemoteRegion):
+    """A RemoteRegion that lies in this process's address space."""
+
+    def __init__(self, descriptor: RegionDescriptor, view: memoryview) -> None:
+        super().__init__(descriptor)
+        self._view: memoryview | None = view.toreadonly()
+
+    @property
+    def view(self) -> memoryview:
+        """The mapping."""
+        view = self._view
+        if view is None:
+            raise TransportError(f"remote region {self.name!r} is closed", hint="its channel or its owner closed it")
+        return view
+
+    def read_runs(self, target: memoryview, target_offsets: Runs, source_offsets: Runs, lengths: Runs) -> int:
+        """Copy by memcpy."""
+        source = self.view
+        checked = check_runs(target, self.nbytes, target_offsets, source_offsets, lengths)
+        return copy_runs(checked[0], source, *checked[1:])
+
+    def close(self) -> None:
+        """Drop the mapping; it goes when the last view of it is gone."""
+        self._view = None
+
+
+class Message(Closable):
+    """One received message.
+
+    Attributes:
+        header: the sender's header, unchanged.
+        region: what the peer exported with this message, or None. It outlives ``release``.
+    """
+
+    def __init__(
+        self,
+        header: bytes,
+        payload: memoryview,
+        *,
+        region: RemoteRegion | None = None,
+        on_release: Callable[[], None] | None = None,
+    ) -> None:
+        self.header = header
+        self.region = region
+        self._payload: memoryview | None = payload.toreadonly()
+        self._on_release = on_release
+        self._lock = threading.Lock()
+
+    @property
+    def payload(self) -> memoryview:
+        """The payload, flat, read-only, empty when there is none; raises MisuseError after ``release``."""
+        payload = self._payload
+        if payload is None:
+            raise MisuseError("the message was released, so its payload is no longer ours")
+        return payload
+
+    def release(self) -> None:
+        """Give the payload's memory back to the sender: from now on it may change. Any thread; idempotent.
+
+        Views made of ``payload`` stay memory-safe but may show other bytes.
+        """
+        with self._lock:
+            released, self._on_release = self._on_release, None
+            self._payload = None
+        if released is not None:
+            released()
+
+    def close(self) -> None:
+        """The same as ``release``."""
+        self.release()
+
+
+class Sending(ABC):
+    """The sender's view of one message underway."""
+
+    @property
+    @abstractmethod
+    def done(self) -> bool:
+        """True when the payload's memory may be reused; never blocks, never raises."""
+
+    @abstractmethod
+    def wait(self, timeout_s: float) -> None:
+        """Wait until ``done``. Several threads may wait, for the same or for different messages.
+
+        It says that the transport is finished with the memory, not that the peer understood the message.
+
+        Raises:
+            DeadlineError: not yet; waiting again is fine.
+            TransportError: the channel died first. The memory may be reused only after ``channel.close()``;
+                a peer that is still reading then sees other bytes, which its digests will tell.
+        """
+
+
+class DoneSending(Sending):
+    """A message whose payload was empty or copied."""
+
+    @property
+    def done(self) -> bool:
+        """Always."""
+        return True
+
+    def wait(self, timeout_s: float) -> None:
+        """Return at once."""
+        Deadline(timeout_s)
+
+
+class Channel(Closable):
+    """An ordered path to one peer; made by ``Transport.connect`` and ``Listener.accept``."""
+
+    @abstractmethod
+    def send_all(self, header: bytes, payload: memoryview | None = None, *, timeout_s: float) -> Sending:
+        """Send one message, whole. It is on its way when this returns; the payload's memory is not yet free.
+
+        Args:
+            header: at most MAX_HEADER_BYTES bytes; may be empty.
+            payload: contiguous memory, not to be changed until the returned Sending is done. Over shm it must
+                lie inside one region from ``allocate`` of this transport. None and empty are the same.
+            timeout_s: how long to wait for room.
+
+        Raises:
+            MisuseError: header too long, payload outside a region, two threads sending; nothing was sent.
+            DeadlineError: no room in time; nothing was sent, the channel is usable.
+            TransportError: the peer is gone or the channel is closed; it is closed now.
+        """
+
+    @abstractmethod
+    def receive(self, *, timeout_s: float) -> Message:
+        """Return the next message, in the order sent. Release it soon: the sender's memory waits for that.
+
+        Raises:
+            MisuseError: two threads receiving.
+            DeadlineError: none came in time; the channel is usable.
+            TransportError: the peer is gone, broke the protocol, or the channel is closed; it is closed now.
+        """
+
+    @abstractmethod
+    def export_region(self, region: Region, header: bytes, *, timeout_s: float) -> None:
+        """Let the peer read ``region``: its ``receive`` returns a message with this header and ``.region``.
+
+        Closing the region withdraws it, though a read underway may still finish.
+
+        Raises:
+            MisuseError: ``can_export`` is False, or the region is closed or another transport's.
+            DeadlineError, TransportError: as ``send_all``.
+        """
+
+    @property
+    @abstractmethod
+    def closed(self) -> bool:
+        """True once ``close`` was called or TransportError was raised; the peer's end may be dead earlier."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close both directions; blocked threads get TransportError at once, the peer soon.
+
+        Messages whose Sending was not done may be lost. Remote regions that came by this channel are closed.
+        Received messages that were not released stay readable, as far as their views live.
+        """
+
+
+class Listener(Closable):
+    """Where peers connect to. Any thread may accept, several at a time."""
+
+    @property
+    @abstractmethod
+    def contact_address(self) -> str:
+        """The URL that peers pass to ``connect``; may differ from the address listened on."""
+
+    @abstractmethod
+    def accept(self, timeout_s: float) -> Channel:
+        """Return a channel to the next peer. A peer that fails the handshake is dropped and not reported.
+
+        Raises:
+            DeadlineError: nobody came in time.
+            TransportError: the listener is closed.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop listening; a blocked ``accept`` gets TransportError. Accepted channels live on."""
+
+
+class Transport(Closable):
+    """One way to move bytes, for one agent. All methods may be called from any thread.
+
+    A transport belongs to the process that made it; after a fork the child must make its own.
+
+    Attributes:
+        scheme: of its addresses.
+        can_export: whether ``export_region`` works, so that peers can read registered memory themselves.
+    """
+
+    scheme: ClassVar[str]
+    can_export: ClassVar[bool]
+
+    def __init__(self) -> None:
+        self._owned: dict[Closable, None] = {}
+        self._owned_lock = threading.Lock()
+        self._closed = False
+        self._process_id = os.getpid()
+        self._region_ids = 0
+
+    @abstractmethod
+    def listen(self, address: str = "") -> Listener:
+        """Begin to listen; "" is a fresh private address.
+
+        Raises:
+            MisuseError: not an address of this scheme, or one that this transport's policy refuses.
+            TransportError: the address is taken or can't be bound.
+        """
+
+    @abstractmethod
+    def connect(self, address: str, *, timeout_s: float) -> Channel:
+        """Connect to a peer's contact address and wait until it accepted.
+
+        Raises:
+            MisuseError: not an address of this scheme.
+            DeadlineError: the peer did not accept in time.
+            TransportError: nobody listens there, access was refused, or the peer speaks another version.
+        """
+
+    @abstractmethod
+    def allocate(self, nbytes: int, name: str = "") -> Region:
+        """Return zeroed memory that this transport sends from best.
+
+        Raises:
+            MisuseError: ``nbytes`` or ``name`` is out of bounds.
+            ExhaustedError: the system has no memory left.
+        """
+
+    @abstractmethod
+    def register(self, buffer: Any, name: str = "") -> Region:
+        """Return a region over memory that exists already; ``buffer`` is kept alive until ``close``.
+
+        Raises:
+            MisuseError: not contiguous, not writable, or empty.
+        """
+
+    def close(self) -> None:
+        """Close every listener, channel and region of this transport, then what it needs itself."""
+        with self._owned_lock:
+            self._closed = True
+            owned, self._owned = list(self._owned), {}
+        for kind in (Listener, Channel, Region):
+            for thing in owned:
+                if isinstance(thing, kind):
+                    thing.close()
+
+    # For the implementations.
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise MisuseError(f"this {self.scheme} transport is closed")
+        if os.getpid() != self._process_id:
+            raise MisuseError(
+                f"this {self.scheme} transport belongs to another process", hint="make one after the fork"
+            )
+
+    def _adopt(self, thing: _Self) -> _Self:
+        """Own ``thing`` until ``_disown``; closes it and raises when the transport was closed meanwhile."""
+        with self._owned_lock:
+            if not self._closed:
+                self._owned[thing] = None
+                return thing
+        thing.close()
+        raise MisuseError(f"this {self.scheme} transport is closed")
+
+    def _disown(self, thing: Closable) -> None:
+        with self._owned_lock:
+            self._owned.pop(thing, None)
+
+    def _describe(self, nbytes: int, name: str, address: int = 0) -> RegionDescriptor:
+        with self._owned_lock:
+            self._region_ids += 1
+            region_id = self._region_ids
+        return RegionDescriptor(scheme=self.scheme, region_id=region_id, name=name, nbytes=nbytes, address=address)
+
+
+class LocalMemoryTransport(Transport):
+    """Regions for transports that send from any memory: allocated ones are anonymous, registered ones borrowed."""
+
+    def allocate(self, nbytes: int, name: str = "") -> Region:
+        """Return anonymous, page-aligned memory."""
+        self._check_usable()
+        descriptor = self._describe(check_nbytes(nbytes, f"region {name!r}"), name)
+        try:
+            memory = anonymous_memory(nbytes)
+        except (OSError, ValueError, OverflowError) as error:
+            raise ExhaustedError(f"no memory for region {name!r} of {nbytes} bytes: {error}") from error
+        return self._adopt(Region(view=memory, descriptor=descriptor, on_close=self._disown))
+
+    def register(self, buffer: Any, name: str = "") -> Region:
+        """Borrow ``buffer``."""
+        self._check_usable()
+        view = writable_view(buffer, f"region {name!r}")
+        return self._adopt(Region(view=view, descriptor=self._describe(view.nbytes, name), on_close=self._disown))

@@ -1,0 +1,502 @@
+/* The copy kernel: scattered boxes and runs between two byte buffers.
+ *
+ * In come two buffers, int64 arrays of byte offsets, and one box shape with byte strides on either side; out come
+ * moved bytes and their count. This file knows nothing of pages, layers or dtypes: packing.py has turned those
+ * into offsets and strides, and merged what lies next to each other.
+ *
+ *     for i in range(n):                     target_offsets[i], source_offsets[i], rows[i]
+ *         for r in range(rows[i]):           target_row_stride, source_row_stride
+ *             for index in ndindex(shape):   target_strides, source_strides
+ *                 memcpy(run_bytes)
+ *
+ * Everything is checked, in arithmetic that can't overflow, before the first byte moves; a refusal is a ValueError
+ * that names the index and leaves the target as it was. Copying runs without the GIL: the buffers are held, but it is
+ * the caller's part not to write the offset arrays meanwhile, and not to let the two ends overlap in memory.
+ */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdint.h>
+#include <string.h>
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+
+#define SHAPE_DIMS_MAX 6
+#define DIMS_MAX (SHAPE_DIMS_MAX + 2) /* one for rows, one of padding */
+#define LINE_BYTES 64
+#define PREFETCH_ITEMS 4 /* how far ahead, and how much of each item: measured best from 256 B to 4 KiB runs */
+#define PREFETCH_BYTES 1024
+
+typedef struct {
+    int64_t extent, target_stride, source_stride;
+} Dim;
+
+typedef struct {
+    const char *name;
+    Py_buffer view; /* view.obj is NULL until it is held */
+    const int64_t *values;
+    Py_ssize_t count;
+} Ints;
+
+/* ---- arguments ------------------------------------------------------------------------------------------------ */
+
+static int is_int64_format(const char *format) {
+    if (format == NULL) {
+        return 0;
+    }
+    if (*format == '@' || *format == '=' || *format == (PY_LITTLE_ENDIAN ? '<' : '>')) {
+        format++;
+    }
+    return (*format == 'q' || *format == 'l') && format[1] == '\0';
+}
+
+static int hold_ints(PyObject *object, Ints *ints) {
+    if (PyObject_GetBuffer(object, &ints->view, PyBUF_FORMAT | PyBUF_C_CONTIGUOUS) < 0) {
+        return -1;
+    }
+    if (ints->view.ndim != 1 || ints->view.itemsize != 8 || !is_int64_format(ints->view.format)) {
+        PyErr_Format(PyExc_ValueError, "%s must be one row of int64, got format '%s', itemsize %zd, %d dimensions", ints->name,
+                     ints->view.format ? ints->view.format : "B", ints->view.itemsize, ints->view.ndim);
+        return -1;
+    }
+    ints->values = (const int64_t *)ints->view.buf;
+    ints->count = ints->view.len / 8;
+    return 0;
+}
+
+static void release_ints(Ints *ints, int count) {
+    for (int i = 0; i < count; i++) {
+        if (ints[i].view.obj != NULL) {
+            PyBuffer_Release(&ints[i].view);
+        }
+    }
+}
+
+/* Hold ``count`` int64 arrays that must be of one length; on failure nothing stays held. */
+static int hold_all_ints(PyObject **objects, Ints *ints, int count) {
+    for (int i = 0; i < count; i++) {
+        if (hold_ints(objects[i], &ints[i]) < 0) {
+            release_ints(ints, count);
+            return -1;
+        }
+        if (ints[i].count != ints[0].count) {
+            PyErr_Format(PyExc_ValueError, "%s has %zd entries, %s has %zd", ints[i].name, ints[i].count, ints[0].name,
+                         ints[0].count);
+            release_ints(ints, count);
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* Read a tuple of ``count`` ints (any count up to the maximum when ``count`` is -1); returns the count or -1. */
+static Py_ssize_t read_tuple(PyObject *object, const char *name, Py_ssize_t count, int64_t *values) {
+    if (!PyTuple_Check(object)) {
+        PyErr_Format(PyExc_TypeError, "%s must be a tuple of ints, not %.100s", name, Py_TYPE(object)->tp_name);
+        return -1;
+    }
+    Py_ssize_t size = PyTuple_GET_SIZE(object);
+    if (size > SHAPE_DIMS_MAX || (count >= 0 && size != count)) {
+        PyErr_Format(PyExc_ValueError, "%s has %zd entries; shape and strides must agree and have at most %d", name, size,
+                     SHAPE_DIMS_MAX);
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < size; i++) {
+        long long value = PyLong_AsLongLong(PyTuple_GET_ITEM(object, i));
+        if (value == -1 && PyErr_Occurred()) {
+            if (PyErr_ExceptionMatches(PyExc_OverflowError)) {
+                PyErr_Format(PyExc_ValueError, "%s[%zd] does not fit in 64 bits", name, i);
+            }
+            return -1;
+        }
+        if (value < 0) {
+            PyErr_Format(PyExc_ValueError, "%s[%zd] is %lld; it must not be negative", name, i, value);
+            return -1;
+        }
+        values[i] = value;
+    }
+    return size;
+}
+
+static int read_dims(PyObject *shape, PyObject *target_strides, PyObject *source_strides, Dim *dims, Py_ssize_t *ndim) {
+    int64_t extents[SHAPE_DIMS_MAX], target[SHAPE_DIMS_MAX], source[SHAPE_DIMS_MAX];
+    *ndim = read_tuple(shape, "shape", -1, extents);
+    if (*ndim < 0 || read_tuple(target_strides, "target_strides", *ndim, target) < 0 ||
+        read_tuple(source_strides, "source_strides", *ndim, source) < 0) {
+        return -1;
+    }
+    for (Py_ssize_t d = 0; d < *ndim; d++) {
+        if (extents[d] > 1 && target[d] == 0) {
+            PyErr_Format(PyExc_ValueError, "target_strides[%zd] is 0: %lld elements would be written over each other", d,
+                         (long long)extents[d]);
+            return -1;
+        }
+        dims[d] = (Dim){extents[d], target[d], source[d]};
+    }
+    return 0;
+}
+
+/* ---- bounds --------------------------------------------------------------------------------------------------- */
+
+/* offset + (rows - 1) * stride + span <= length, without overflow; all arguments are checked to be >= 0 but offset. */
+static int is_inside(int64_t offset, int64_t rows, int64_t stride, int64_t span, int64_t length) {
+    int64_t end;
+    return offset >= 0 && !__builtin_mul_overflow(rows - 1, stride, &end) && !__builtin_add_overflow(end, span, &end) &&
+           !__builtin_add_overflow(end, offset, &end) && end <= length;
+}
+
+static int refuse_outside(const Ints *offsets, Py_ssize_t i, const char *side, int64_t rows, int64_t length) {
+    PyErr_Format(PyExc_ValueError, "%s[%zd] = %lld with %lld rows leaves the %s of %lld bytes", offsets->name, i,
+                 (long long)offsets->values[i], (long long)rows, side, (long long)length);
+    return -1;
+}
+
+/* Bytes from the first to behind the last byte of one row's box on either side, and the bytes that it moves. */
+static int measure_box(const Dim *dims, Py_ssize_t ndim, int64_t run, int64_t *target_span, int64_t *source_span, int64_t *volume) {
+    *target_span = *source_span = *volume = run;
+    for (Py_ssize_t d = 0; d < ndim; d++) {
+        int64_t last = dims[d].extent > 0 ? dims[d].extent - 1 : 0, target, source;
+        if (__builtin_mul_overflow(last, dims[d].target_stride, &target) ||
+            __builtin_add_overflow(*target_span, target, target_span) ||
+            __builtin_mul_overflow(last, dims[d].source_stride, &source) ||
+            __builtin_add_overflow(*source_span, source, source_span) ||
+            __builtin_mul_overflow(*volume, dims[d].extent, volume)) {
+            PyErr_Format(PyExc_ValueError, "shape[%zd] times its stride does not fit in 64 bits", d);
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* Prove every item in bounds; returns the bytes that will move, or -1. ``ints`` are target, source, rows. */
+static int64_t check_boxes(const Ints *ints, Dim row, const Dim *dims, Py_ssize_t ndim, int64_t run, int64_t target_length,
+                           int64_t source_length) {
+    int64_t target_span, source_span, volume, total = 0;
+    if (measure_box(dims, ndim, run, &target_span, &source_span, &volume) < 0) {
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < ints[0].count; i++) {
+        int64_t rows = ints[2].values[i], moved;
+        if (rows < 0 || (rows > 1 && row.target_stride == 0)) {
+            PyErr_Format(PyExc_ValueError, "rows[%zd] is %lld; it must not be negative, nor above 1 at a target_row_stride of 0", i,
+                         (long long)rows);
+            return -1;
+        }
+        if (rows == 0 || volume == 0) {
+            continue;
+        }
+        if (!is_inside(ints[0].values[i], rows, row.target_stride, target_span, target_length)) {
+            return refuse_outside(&ints[0], i, "target", rows, target_length);
+        }
+        if (!is_inside(ints[1].values[i], rows, row.source_stride, source_span, source_length)) {
+            return refuse_outside(&ints[1], i, "source", rows, source_length);
+        }
+        if (__builtin_mul_overflow(rows, volume, &moved) || __builtin_add_overflow(total, moved, &total)) {
+            PyErr_Format(PyExc_ValueError, "the bytes moved up to rows[%zd] do not fit in 64 bits", i);
+            return -1;
+        }
+    }
+    return total;
+}
+
+/* ---- copying -------------------------------------------------------------------------------------------------- */
+
+/* A square of elements, 16 bytes wide, in registers: its source rows become target columns. Interleaving row k with row
+ * k + N/2 is one perfect shuffle of the whole square, and log2(N) perfect shuffles of N * N elements transpose it.
+ */
+#ifdef __SSE2__
+#define DEFINE_TRANSPOSE(SIZE, BITS, ROUNDS)                                                                               \
+    static int transpose_##SIZE(char *target, int64_t target_stride, const char *source, int64_t source_stride) {         \
+        enum { N = 16 / SIZE };                                                                                           \
+        __m128i rows[N], mixed[N];                                                                                        \
+        for (int k = 0; k < N; k++) {                                                                                     \
+            rows[k] = _mm_loadu_si128((const __m128i *)(source + k * source_stride));                                     \
+        }                                                                                                                 \
+        for (int round = 0; round < ROUNDS; round++) {                                                                    \
+            for (int k = 0; k < N / 2; k++) {                                                                             \
+                mixed[2 * k] = _mm_unpacklo_epi##BITS(rows[k], rows[k + N / 2]);                                          \
+                mixed[2 * k + 1] = _mm_unpackhi_epi##BITS(rows[k], rows[k + N / 2]);                                      \
+            }                                                                                                             \
+            memcpy(rows, mixed, sizeof rows);                                                                             \
+        }                                                                                                                 \
+        for (int k = 0; k < N; k++) {                                                                                     \
+            _mm_storeu_si128((__m128i *)(target + k * target_stride), rows[k]);                                           \
+        }                                                                                                                 \
+        return 1;                                                                                                         \
+    }
+DEFINE_TRANSPOSE(1, 8, 4)
+DEFINE_TRANSPOSE(2, 16, 3)
+DEFINE_TRANSPOSE(4, 32, 2)
+DEFINE_TRANSPOSE(8, 64, 1)
+#else
+#define transpose_1(...) 0
+#define transpose_2(...) 0
+#define transpose_4(...) 0
+#define transpose_8(...) 0
+#endif
+#define transpose_16(...) 0 /* one element is a whole register: nothing to interleave */
+
+/* Two nested dimensions of runs whose size is known to the compiler, so that memcpy becomes one move. Tiles are a cache
+ * line wide: when the two sides disagree on which dimension is the near one (a transpose), every line of a tile
+ * is used up before it leaves the cache.
+ *
+ *     source  |--line--|              target  |--line--|
+ *       y = 0  x0 x1 x2 ...             x = 0  y0 y1 y2 ...        near in the source: outer (x)
+ *       y = 1  x0 x1 x2 ...             x = 1  y0 y1 y2 ...        near in the target: inner (y)
+ */
+#define DEFINE_COPY_PLANE(SIZE)                                                                                           \
+    static void copy_square_##SIZE(char *target, const char *source, Dim outer, Dim inner) {                              \
+        for (int64_t x = 0; x < outer.extent; x++) {                                                                      \
+            char *to = target + x * outer.target_stride;                                                                  \
+            const char *from = source + x * outer.source_stride;                                                          \
+            for (int64_t y = 0; y < inner.extent; y++) {                                                                  \
+                memcpy(to + y * inner.target_stride, from + y * inner.source_stride, SIZE);                               \
+            }                                                                                                             \
+        }                                                                                                                 \
+    }                                                                                                                     \
+                                                                                                                          \
+    static void copy_tile_##SIZE(char *target, const char *source, Dim outer, Dim inner, int touching) {                  \
+        enum { N = 16 / SIZE };                                                                                           \
+        for (int64_t x = 0; x < outer.extent; x += N) {                                                                   \
+            for (int64_t y = 0; y < inner.extent; y += N) {                                                               \
+                char *to = target + x * outer.target_stride + y * inner.target_stride;                                    \
+                const char *from = source + x * outer.source_stride + y * inner.source_stride;                            \
+                Dim high = {smaller(N, outer.extent - x), outer.target_stride, outer.source_stride};                      \
+                Dim wide = {smaller(N, inner.extent - y), inner.target_stride, inner.source_stride};                      \
+                int whole = touching && high.extent == N && wide.extent == N;                                             \
+                if (!whole || !transpose_##SIZE(to, outer.target_stride, from, inner.source_stride)) {                    \
+                    copy_square_##SIZE(to, from, high, wide);                                                             \
+                }                                                                                                         \
+            }                                                                                                             \
+        }                                                                                                                 \
+    }                                                                                                                     \
+                                                                                                                          \
+    static void copy_plane_##SIZE(char *target, const char *source, Dim outer, Dim inner) {                               \
+        enum { TILE = LINE_BYTES / SIZE };                                                                                \
+        if (inner.source_stride <= outer.source_stride) {                                                                 \
+            copy_square_##SIZE(target, source, outer, inner);                                                             \
+            return;                                                                                                       \
+        }                                                                                                                 \
+        int touching = inner.target_stride == SIZE && outer.source_stride == SIZE;                                        \
+        for (int64_t x = 0; x < outer.extent; x += TILE) {                                                                \
+            for (int64_t y = 0; y < inner.extent; y += TILE) {                                                            \
+                Dim high = {smaller(TILE, outer.extent - x), outer.target_stride, outer.source_stride};                   \
+                Dim wide = {smaller(TILE, inner.extent - y), inner.target_stride, inner.source_stride};                   \
+                copy_tile_##SIZE(target + x * outer.target_stride + y * inner.target_stride,                              \
+                                 source + x * outer.source_stride + y * inner.source_stride, high, wide, touching);       \
+            }                                                                                                             \
+        }                                                                                                                 \
+    }
+
+static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+DEFINE_COPY_PLANE(1)
+DEFINE_COPY_PLANE(2)
+DEFINE_COPY_PLANE(4)
+DEFINE_COPY_PLANE(8)
+DEFINE_COPY_PLANE(16)
+
+static void copy_plane_any(char *target, const char *source, Dim outer, Dim inner, int64_t run) {
+    for (int64_t x = 0; x < outer.extent; x++) {
+        char *to = target + x * outer.target_stride;
+        const char *from = source + x * outer.source_stride;
+        for (int64_t y = 0; y < inner.extent; y++) {
+            memcpy(to, from, (size_t)run);
+            to += inner.target_stride;
+            from += inner.source_stride;
+        }
+    }
+}
+
+static void copy_plane(char *target, const char *source, Dim outer, Dim inner, int64_t run) {
+    if (outer.extent > 1 && outer.target_stride < inner.target_stride) { /* write along the near dimension of the target */
+        Dim swap = outer;
+        outer = inner;
+        inner = swap;
+    }
+    if (inner.target_stride == run && inner.source_stride == run) { /* the runs of the inner dimension touch */
+        Dim one = {1, 0, 0};
+        copy_plane_any(target, source, outer, one, run * inner.extent);
+        return;
+    }
+    switch (run) {
+        case 1: copy_plane_1(target, source, outer, inner); return;
+        case 2: copy_plane_2(target, source, outer, inner); return;
+        case 4: copy_plane_4(target, source, outer, inner); return;
+        case 8: copy_plane_8(target, source, outer, inner); return;
+        case 16: copy_plane_16(target, source, outer, inner); return;
+        default: copy_plane_any(target, source, outer, inner, run);
+    }
+}
+
+/* All dimensions but the last two by recursion, those as one plane. */
+static void copy_box(char *target, const char *source, const Dim *dims, Py_ssize_t ndim, int64_t run) {
+    if (ndim == 2) {
+        copy_plane(target, source, dims[0], dims[1], run);
+        return;
+    }
+    for (int64_t i = 0; i < dims[0].extent; i++) {
+        copy_box(target + i * dims[0].target_stride, source + i * dims[0].source_stride, dims + 1, ndim - 1, run);
+    }
+}
+
+/* Extents of 1 say nothing: without them the two last dimensions are the real ones. Returns the new count. */
+static Py_ssize_t drop_ones(const Dim *dims, Py_ssize_t ndim, Dim *kept) {
+    Py_ssize_t count = 0;
+    for (Py_ssize_t d = 0; d < ndim; d++) {
+        if (dims[d].extent != 1) {
+            kept[count++] = dims[d];
+        }
+    }
+    return count;
+}
+
+/* Scattered short runs wait for memory, not for instructions: ask for the first lines of an item well before its turn.
+ * Past a few lines the processor's own prefetcher has seen the direction. */
+static void prefetch_item(const char *target, const char *source, int64_t reach) {
+    for (int64_t line = 0; line < reach; line += LINE_BYTES) {
+        __builtin_prefetch(source + line, 0, 3);
+        __builtin_prefetch(target + line, 1, 3);
+    }
+}
+
+static void move_boxes(char *target, const char *source, const Ints *ints, Dim row, const Dim *dims, Py_ssize_t ndim, int64_t run) {
+    Dim all[DIMS_MAX] = {{1, 0, 0}}; /* padding, rows, shape */
+    Dim *rows = &all[1];
+    Py_ssize_t kept = drop_ones(dims, ndim, &all[2]);
+    int64_t reach = smaller(run, PREFETCH_BYTES);
+    for (Py_ssize_t i = 0; i < ints[0].count; i++) {
+        if (i + PREFETCH_ITEMS < ints[0].count) {
+            prefetch_item(target + ints[0].values[i + PREFETCH_ITEMS], source + ints[1].values[i + PREFETCH_ITEMS], reach);
+        }
+        *rows = (Dim){ints[2].values[i], row.target_stride, row.source_stride};
+        if (rows->extent == 0) { /* its offsets were not checked */
+            continue;
+        }
+        char *to = target + ints[0].values[i];
+        const char *from = source + ints[1].values[i];
+        if (rows->extent == 1 && kept >= 2) {
+            copy_box(to, from, &all[2], kept, run);
+        } else if (kept >= 1) {
+            copy_box(to, from, rows, kept + 1, run);
+        } else {
+            copy_plane(to, from, all[0], *rows, run);
+        }
+    }
+}
+
+/* ---- the module ----------------------------------------------------------------------------------------------- */
+
+PyDoc_STRVAR(copy_boxes_doc,
+             "copy_boxes(target, source, target_offsets, source_offsets, rows, target_row_stride, source_row_stride, shape,"
+             " target_strides, source_strides, run_bytes)\n--\n\nCopy one box per offset, rows[i] times; see _native.pyi.");
+
+static PyObject *copy_boxes(PyObject *module, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"target", "source", "target_offsets", "source_offsets", "rows", "target_row_stride",
+                            "source_row_stride", "shape", "target_strides", "source_strides", "run_bytes", NULL};
+    Py_buffer target, source;
+    PyObject *objects[3], *shape, *target_strides, *source_strides;
+    Py_ssize_t target_row_stride, source_row_stride, run, ndim;
+    Ints ints[3] = {{.name = "target_offsets"}, {.name = "source_offsets"}, {.name = "rows"}};
+    Dim dims[SHAPE_DIMS_MAX];
+    int64_t total = -1;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "w*y*OOOnnOOOn:copy_boxes", names, &target, &source, &objects[0], &objects[1],
+                                     &objects[2], &target_row_stride, &source_row_stride, &shape, &target_strides,
+                                     &source_strides, &run)) {
+        return NULL;
+    }
+    if (target_row_stride < 0 || source_row_stride < 0 || run < 1) {
+        PyErr_Format(PyExc_ValueError, "row strides %zd, %zd must not be negative and run_bytes %zd must be at least 1",
+                     target_row_stride, source_row_stride, run);
+    } else if (read_dims(shape, target_strides, source_strides, dims, &ndim) == 0 && hold_all_ints(objects, ints, 3) == 0) {
+        Dim row = {0, target_row_stride, source_row_stride};
+        total = check_boxes(ints, row, dims, ndim, run, target.len, source.len);
+        if (total > 0) {
+            Py_BEGIN_ALLOW_THREADS
+            move_boxes(target.buf, source.buf, ints, row, dims, ndim, run);
+            Py_END_ALLOW_THREADS
+        }
+        release_ints(ints, 3);
+    }
+    PyBuffer_Release(&target);
+    PyBuffer_Release(&source);
+    return total < 0 ? NULL : PyLong_FromLongLong(total);
+}
+
+static int64_t check_runs(const Ints *ints, int64_t target_length, int64_t source_length) {
+    int64_t total = 0;
+    for (Py_ssize_t i = 0; i < ints[0].count; i++) {
+        int64_t length = ints[2].values[i];
+        if (length < 0) {
+            PyErr_Format(PyExc_ValueError, "lengths[%zd] is %lld; it must not be negative", i, (long long)length);
+            return -1;
+        }
+        if (!is_inside(ints[0].values[i], 1, 0, length, target_length)) {
+            return refuse_outside(&ints[0], i, "target", 1, target_length);
+        }
+        if (!is_inside(ints[1].values[i], 1, 0, length, source_length)) {
+            return refuse_outside(&ints[1], i, "source", 1, source_length);
+        }
+        if (__builtin_add_overflow(total, length, &total)) {
+            PyErr_Format(PyExc_ValueError, "the bytes moved up to lengths[%zd] do not fit in 64 bits", i);
+            return -1;
+        }
+    }
+    return total;
+}
+
+PyDoc_STRVAR(copy_runs_doc, "copy_runs(target, source, target_offsets, source_offsets, lengths)\n--\n\n"
+                            "Copy runs of any lengths with one memcpy each; see _native.pyi.");
+
+static PyObject *copy_runs(PyObject *module, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"target", "source", "target_offsets", "source_offsets", "lengths", NULL};
+    Py_buffer target, source;
+    PyObject *objects[3];
+    Ints ints[3] = {{.name = "target_offsets"}, {.name = "source_offsets"}, {.name = "lengths"}};
+    int64_t total = -1;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "w*y*OOO:copy_runs", names, &target, &source, &objects[0], &objects[1],
+                                     &objects[2])) {
+        return NULL;
+    }
+    if (hold_all_ints(objects, ints, 3) == 0) {
+        total = check_runs(ints, target.len, source.len);
+        if (total > 0) {
+            Py_BEGIN_ALLOW_THREADS
+            for (Py_ssize_t i = 0; i < ints[0].count; i++) {
+                memcpy((char *)target.buf + ints[0].values[i], (const char *)source.buf + ints[1].values[i],
+                       (size_t)ints[2].values[i]);
+            }
+            Py_END_ALLOW_THREADS
+        }
+        release_ints(ints, 3);
+    }
+    PyBuffer_Release(&target);
+    PyBuffer_Release(&source);
+    return total < 0 ? NULL : PyLong_FromLongLong(total);
+}
+
+static PyMethodDef methods[] = {
+    {"copy_boxes", (PyCFunction)(void (*)(void))copy_boxes, METH_VARARGS | METH_KEYWORDS, copy_boxes_doc},
+    {"copy_runs", (PyCFunction)(void (*)(void))copy_runs, METH_VARARGS | METH_KEYWORDS, copy_runs_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyModuleDef_Slot slots[] = {
+#ifdef Py_GIL_DISABLED
+    {Py_mod_gil, Py_MOD_GIL_NOT_USED},
+#endif
+    {0, NULL},
+};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "pdxfer._native",
+    .m_doc = "Scattered copies between byte buffers; see _native.pyi.",
+    .m_methods = methods,
+    .m_slots = slots,
+};
+
+PyMODINIT_FUNC PyInit__native(void) {
+    return PyModuleDef_Init(&definition);
+}

@@ -1,0 +1,325 @@
+"""Layout: how one worker's ranks hold the components of a CacheSpec, free of addresses.
+
+In come a spec and either an engine's real strides (build ``Holding`` values yourself) or one of the
+usual engine placements (``builders.py`` makes them for you); out goes a frozen, canonical, digestible
+description. This file knows no memory address, no peer and no request.
+
+An element of component c, layer l, row t (token / tokens_per_row), at indices i of c's axes lies at ::
+
+    region[l] base
+      + offset[l]                                      first element of the box in page 0
+      + table[t' // page_rows] * page_stride           t' = t, counted among the rows this rank owns
+      + (t' %  page_rows) * row_stride
+      + sum((i_a - box.start_a) * stride_a)            one byte stride per axis
+
+    one page   |<------------------------ page_stride ------------------------>|
+               | row 0 | row 1 | ...  | row page_rows-1 | padding, other tensors |
+                ^offset[l]
+
+Per-request components have page_rows 1: their page is the slot. Axis orders, packed K and V, unified
+and padded pages, extra taps and speculative rows are offsets and strides; none of them is a case.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any
+
+from pdxfer.errors import MisuseError
+from pdxfer.spec import DTYPE_BYTES, CacheSpec, Component, Growth, canonical_digest
+
+__all__ = ["Box", "Holding", "Layout", "RankLayout", "RegionShape", "TokenOwnership"]
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """Half-open hyper-rectangle in the element coordinates of a component's axes."""
+
+    starts: tuple[int, ...]
+    stops: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.starts) != len(self.stops) or any(not 0 <= a < b for a, b in zip(self.starts, self.stops, strict=True)):
+            raise MisuseError(f"not a box: starts {self.starts}, stops {self.stops}")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Extents."""
+        return tuple(b - a for a, b in zip(self.starts, self.stops, strict=True))
+
+    @property
+    def volume(self) -> int:
+        """Elements inside."""
+        return math.prod(self.shape)
+
+    def intersection(self, other: Box) -> Box | None:
+        """The box that both hold, or None."""
+        starts = tuple(map(max, self.starts, other.starts))
+        stops = tuple(map(min, self.stops, other.stops))
+        return Box(starts, stops) if all(a < b for a, b in zip(starts, stops, strict=True)) else None
+
+    def overlaps(self, other: Box) -> bool:
+        """Whether the two share an element."""
+        return all(map(int.__lt__, self.starts, other.stops)) and all(map(int.__lt__, other.starts, self.stops))
+
+    def contains(self, other: Box) -> bool:
+        """Whether ``other`` lies wholly inside."""
+        return all(a <= c and d <= b for a, b, c, d in zip(self.starts, self.stops, other.starts, other.stops, strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenOwnership:
+    """Which rows a context-parallel rank holds: row t iff (t // interleave) % size == index.
+
+    ::
+
+        interleave 2, size 2     row   0 1 2 3 4 5 6 7 8
+                                 rank  0 0 1 1 0 0 1 1 0
+                                 local 0 1 0 1 2 3 2 3 4
+    """
+
+    interleave: int = 1
+    size: int = 1
+    index: int = 0
+
+    def __post_init__(self) -> None:
+        if self.interleave < 1 or self.size < 1 or not 0 <= self.index < self.size:
+            raise MisuseError(f"impossible token ownership: interleave {self.interleave}, index {self.index} of {self.size}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionShape:
+    """A region of a rank by name and size in bytes."""
+
+    name: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holding:
+    """One rank's piece of one component, for some of its layers.
+
+    Attributes:
+        component: name in the spec.
+        layers: model layer numbers held, ascending; ``regions`` and ``offsets`` run parallel to it.
+        box: the part of the component's axes that this rank holds.
+        dtype: what is stored, as the live engine says.
+        table: the page table (or slot table) whose entries index pages; engines have one per cache group.
+        regions: per layer, index into RankLayout.regions.
+        offsets: per layer, bytes from the region's base to the box's first element in page 0.
+        strides: bytes, one per axis of the component.
+        row_stride: bytes between rows of one page; 0 for per-request components.
+        page_rows: rows in a page; 1 for per-request components.
+        page_stride: bytes between pages (slots).
+        pages: number of pages (slots).
+        tokens: rows that this rank owns under context parallelism.
+        record_format: name of an opaque record format, or ""; equal names move as bytes.
+        accepts: dtypes of the other side that this side agrees to convert with; conversion needs both sides' consent.
+    """
+
+    component: str
+    layers: tuple[int, ...]
+    box: Box
+    dtype: str
+    table: str
+    regions: tuple[int, ...]
+    offsets: tuple[int, ...]
+    strides: tuple[int, ...]
+    page_stride: int
+    pages: int
+    row_stride: int = 0
+    page_rows: int = 1
+    tokens: TokenOwnership = field(default_factory=TokenOwnership)
+    record_format: str = ""
+    accepts: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPE_BYTES:
+            raise MisuseError(f"{self.component}: dtype {self.dtype!r} is unknown; known are {sorted(DTYPE_BYTES)}")
+        if not len(self.layers) == len(self.regions) == len(self.offsets) > 0 or list(self.layers) != sorted(set(self.layers)):
+            raise MisuseError(f"{self.component}: layers, regions and offsets must run parallel, layers ascending")
+        if len(self.strides) != len(self.box.starts):
+            raise MisuseError(f"{self.component}: {len(self.strides)} strides for {len(self.box.starts)} axes")
+        if min(self.strides, default=1) < 1 or min(self.offsets) < 0 or min(self.page_stride, self.pages, self.page_rows) < 1:
+            raise MisuseError(f"{self.component}: strides, page_stride, pages and page_rows must be positive")
+        self._check_no_overlap()
+
+    def _check_no_overlap(self) -> None:
+        """Elements must not share bytes: each stride must jump over all that smaller strides reach."""
+        reach = self.itemsize
+        for stride, extent in sorted(self._dimensions()):
+            if extent > 1 and stride < reach:
+                raise MisuseError(f"{self.component}: a stride of {stride} B runs into {reach} B of smaller axes")
+            reach += stride * (extent - 1)
+
+    def _dimensions(self) -> Iterator[tuple[int, int]]:
+        yield from zip(self.strides, self.box.shape, strict=True)
+        yield self.row_stride, self.page_rows
+        yield self.page_stride, self.pages
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def span(self) -> int:
+        """Bytes from the first to past the last element over all pages of one layer."""
+        return self.itemsize + sum(stride * (extent - 1) for stride, extent in self._dimensions())
+
+    def at(self, layer: int) -> tuple[int, int]:
+        """Region index and byte offset of ``layer``."""
+        i = self.layers.index(layer)
+        return self.regions[i], self.offsets[i]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankLayout:
+    """All that one rank holds. ``host`` groups ranks that share a machine (an index, not a name)."""
+
+    rank: int
+    regions: tuple[RegionShape, ...]
+    holdings: tuple[Holding, ...]
+    host: int = 0
+
+    def __post_init__(self) -> None:
+        for h in self.holdings:
+            for region, offset in zip(h.regions, h.offsets, strict=True):
+                if not 0 <= region < len(self.regions):
+                    raise MisuseError(f"rank {self.rank}, {h.component}: there is no region {region}")
+                if offset + h.span > self.regions[region].nbytes:
+                    shape = self.regions[region]
+                    raise MisuseError(
+                        f"rank {self.rank}, {h.component}: {h.pages} pages end at byte {offset + h.span}"
+                        f" of region {shape.name!r} with {shape.nbytes} B"
+                    )
+
+    def tables(self) -> dict[str, Holding]:
+        """Page tables by name, each with one of the holdings it indexes."""
+        return {h.table: h for h in self.holdings}
+
+    def pools(self) -> dict[str, str]:
+        """Table name to pool name: tables that index the same region draw their pages from one pool.
+
+        In unified placement an attention page and a state page are the same bytes, so a page number
+        may be in only one table at a time.
+        """
+        pools = {name: name for name in self.tables()}
+        owner: dict[int, str] = {}
+        for h in self.holdings:
+            for region in h.regions:
+                first = owner.setdefault(region, h.table)
+                old, new = pools[h.table], pools[first]
+                pools = {table: new if pool == old else pool for table, pool in pools.items()}
+        return pools
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How one worker holds a spec's components. Frozen; ``digest`` names it.
+
+    Attributes:
+        spec: the caches described.
+        ranks: one RankLayout per rank, rank i at index i.
+    """
+
+    spec: CacheSpec
+    ranks: tuple[RankLayout, ...]
+
+    def __post_init__(self) -> None:
+        if not self.ranks or [r.rank for r in self.ranks] != list(range(len(self.ranks))):
+            raise MisuseError("ranks must be numbered 0, 1, ... in order")
+        for rank in self.ranks:
+            for holding in rank.holdings:
+                self._check(rank.rank, self.spec[holding.component], holding)
+
+    @staticmethod
+    def _check(rank: int, component: Component, holding: Holding) -> None:
+        where = f"rank {rank}, {component.name}"
+        if missing := set(holding.layers) - set(component.layers):
+            raise MisuseError(f"{where}: layers {sorted(missing)} don't have this component")
+        if len(holding.box.starts) != len(component.axes) or not Box((0,) * len(component.shape), component.shape).contains(holding.box):
+            raise MisuseError(f"{where}: box {holding.box} is outside the component's {component.shape}")
+        if component.growth is Growth.PER_REQUEST and (holding.page_rows != 1 or holding.tokens.size != 1):
+            raise MisuseError(f"{where}: a per-request component has one row and no token ownership")
+        if component.growth is not Growth.PER_REQUEST and holding.page_rows > 1 and holding.row_stride < 1:
+            raise MisuseError(f"{where}: rows of a page need a row_stride")
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    @cached_property
+    def digest(self) -> str:
+        """Hex digest of the canonical JSON form."""
+        return canonical_digest(self.to_json())
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; ``from_json`` is its inverse."""
+        return {"spec": self.spec.to_json(), "ranks": [asdict(rank) for rank in self.ranks]}
+
+    def to_bytes(self) -> bytes:
+        """Canonical JSON as UTF-8, as Describe carries it."""
+        return json.dumps(self.to_json(), sort_keys=True, separators=(",", ":")).encode()
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Layout:
+        """Rebuild a layout from a peer's or a file's JSON; raises MisuseError for anything impossible."""
+        try:
+            return cls(spec=CacheSpec.from_json(data["spec"]), ranks=tuple(_rank_from_json(r) for r in data["ranks"]))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise MisuseError(f"not a layout: {type(error).__name__} {error}") from error
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Layout:
+        """Inverse of ``to_bytes``; raises MisuseError."""
+        try:
+            value = json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise MisuseError(f"not a layout: {error}") from error
+        return cls.from_json(value)
+
+
+def _ints(values: Any) -> tuple[int, ...]:
+    if any(type(v) is not int for v in values):
+        raise TypeError(f"expected integers, got {values!r}")
+    return tuple(values)
+
+
+def _rank_from_json(data: Mapping[str, Any]) -> RankLayout:
+    (rank, host) = _ints([data["rank"], data["host"]])
+    regions = tuple(RegionShape(name=str(r["name"]), nbytes=_ints([r["nbytes"]])[0]) for r in data["regions"])
+    return RankLayout(rank=rank, host=host, regions=regions, holdings=tuple(_holding_from_json(h) for h in data["holdings"]))
+
+
+def _holding_from_json(data: Mapping[str, Any]) -> Holding:
+    row_stride, page_rows, page_stride, pages = _ints([data[k] for k in ("row_stride", "page_rows", "page_stride", "pages")])
+    tokens = dict(zip(("interleave", "size", "index"), _ints([data["tokens"][k] for k in ("interleave", "size", "index")]), strict=True))
+    return Holding(
+        component=str(data["component"]),
+        layers=_ints(data["layers"]),
+        box=Box(_ints(data["box"]["starts"]), _ints(data["box"]["stops"])),
+        dtype=str(data["dtype"]),
+        table=str(data["table"]),
+        regions=_ints(data["regions"]),
+        offsets=_ints(data["offsets"]),
+        strides=_ints(data["strides"]),
+        row_stride=row_stride,
+        page_rows=page_rows,
+        page_stride=page_stride,
+        pages=pages,
+        tokens=TokenOwnership(**tokens),
+        record_format=str(data["record_format"]),
+        accepts=tuple(str(a) for a in data["accepts"]),
+    )
+
+
+def boxes_cover(whole: Box, parts: list[Box]) -> bool:
+    """Whether ``parts`` lie inside ``whole``, are disjoint, and have its volume: the proof of exact cover."""
+    inside = all(whole.contains(p) for p in parts)
+    disjoint = not any(a.overlaps(b) for a, b in itertools.combinations(parts, 2))
+    return inside and disjoint and sum(p.volume for p in parts) == whole.volume

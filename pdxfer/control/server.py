@@ -1,0 +1,304 @@
+"""The answering end: one gRPC server over Unix sockets and loopback TCP that asks a ``ControlHandler``.
+
+In come addresses and a handler; out go answers, or errors with class, reason and details. The server knows
+no protobuf type of ours (``convert`` has the codecs) and holds no state of any transfer.
+
+What the network may do to an agent ends here: messages are bounded, calls at once are bounded, every call has
+a deadline, an unexpected exception becomes InternalError and its traceback stays in our log. gRPC does not
+ask who is at the other end of a Unix socket, so the guard is the directory: owned by us, closed to others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import logging
+import os
+import socket
+import stat
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from pdxfer.control.convert import METHODS, SERVICE, Method, encode_error
+from pdxfer.control.endpoint import MAX_MESSAGE_BYTES, SHARED_OPTIONS, Endpoint
+from pdxfer.errors import DeadlineError, InternalError, MisuseError, PdxferError
+from pdxfer.messages import ControlHandler
+
+__all__ = ["ControlServer"]
+
+_LOG = logging.getLogger(__name__)
+
+_SERVER_OPTIONS = (
+    *SHARED_OPTIONS,
+    ("grpc.max_concurrent_streams", 128),
+    # Without this, a second server on the same port would silently take half of the calls.
+    ("grpc.so_reuseport", 0),
+)
+
+#: gRPC reports the time left of a call without a deadline as centuries.
+_NO_DEADLINE_S = 7 * 86_400.0
+
+
+class ControlServer:
+    """Serve one handler at several addresses; bound on construction, answering from ``start()`` to ``stop()``.
+
+    Args:
+        handler: answers the calls; called from up to ``max_workers`` threads at once.
+        addresses: ``unix:///path`` or ``tcp://host:port`` (port 0: a free one). A missing directory of a Unix
+            socket is made with mode 0700; an existing one must be ours and closed to other users.
+        max_workers: threads; four times as many calls may wait, the next is refused as ExhaustedError.
+        reflection: whether tools may ask for the service's description.
+        allow_remote: permit TCP addresses other than loopback. There is no TLS: anyone who can connect can call.
+        deadline_cap_s: upper bound of the ``deadline_s`` that a handler sees. A call without any deadline is
+            cancelled after it.
+
+    Raises:
+        MisuseError: an address is malformed, taken, not permitted, or its directory is not safe.
+    """
+
+    def __init__(
+        self,
+        handler: ControlHandler,
+        addresses: Sequence[str],
+        *,
+        max_workers: int = 16,
+        reflection: bool = True,
+        allow_remote: bool = False,
+        deadline_cap_s: float = 30.0,
+    ) -> None:
+        if not addresses or max_workers < 1 or not deadline_cap_s > 0:
+            raise MisuseError("a control server needs an address, a worker and a positive deadline cap")
+        self._lock = threading.Lock()
+        self._state = "new"
+        self._sockets: list[tuple[str, int]] = []
+        self._contact: list[str] = []
+        self._pool = ThreadPoolExecutor(max_workers, thread_name_prefix="pdxfer-control")
+        self._server = grpc.server(self._pool, options=_SERVER_OPTIONS, maximum_concurrent_rpcs=4 * max_workers)
+        self._health = health.HealthServicer()
+        self._register(handler, deadline_cap_s, with_reflection=reflection)
+        try:
+            for address in addresses:
+                self._bind(Endpoint.parse(address), allow_remote)
+        except BaseException:
+            self.stop(0)
+            raise
+
+    @property
+    def contact_addresses(self) -> tuple[str, ...]:
+        """Where a client can reach this server, in the order given, with the ports really bound."""
+        return tuple(self._contact)
+
+    def start(self) -> ControlServer:
+        """Begin to answer, and report healthy; returns self. Raises MisuseError after ``stop()``."""
+        with self._lock:
+            if self._state == "stopped":
+                raise MisuseError("the control server was stopped; make a new one")
+            if self._state == "new":
+                self._server.start()
+                self._state = "started"
+                self.set_serving(True)
+        return self
+
+    def set_serving(self, serving: bool, service: str | None = None) -> None:
+        """Set what ``grpc.health.v1`` answers, for one service name or (None) for the whole server."""
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in ("", SERVICE) if service is None else (service,):
+            self._health.set(name, status)
+
+    def stop(self, grace_s: float = 0.5) -> None:
+        """Refuse new calls, give running ones ``grace_s``, then cancel them and remove the sockets. Idempotent.
+
+        A handler that outlives its cancelled call is waited for one second more and then reported in the log.
+        """
+        with self._lock:
+            if self._state == "stopped":
+                return
+            if self._state == "new":
+                # gRPC frees listeners of a server that never ran only by running it.
+                self._server.start()
+            self._state = "stopped"
+            self._health.enter_graceful_shutdown()
+            self._server.stop(grace_s).wait(grace_s + 5.0)
+            self._join_workers(1.0)
+            for path, inode in self._sockets:
+                _remove_socket(path, inode)
+            # Its completion queue holds file descriptors for as long as it exists.
+            del self._server
+
+    def __enter__(self) -> ControlServer:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _join_workers(self, timeout_s: float) -> None:
+        joiner = threading.Thread(target=self._pool.shutdown, kwargs={"cancel_futures": True}, daemon=True)
+        joiner.start()
+        joiner.join(timeout_s)
+        if joiner.is_alive():
+            _LOG.warning("control handlers still run %.1f s after their calls were cancelled", timeout_s)
+
+    def _register(self, handler: ControlHandler, deadline_cap_s: float, *, with_reflection: bool) -> None:
+        handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
+            name: grpc.unary_unary_rpc_method_handler(_behaviour(method, handler, deadline_cap_s))
+            for name, method in METHODS.items()
+        }
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self.set_serving(False)
+        if with_reflection:
+            names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+            reflection.enable_server_reflection(names, self._server)
+
+    def _bind(self, endpoint: Endpoint, allow_remote: bool) -> None:
+        if endpoint.path:
+            _prepare_directory(os.path.dirname(endpoint.path))
+            _clear_stale_socket(endpoint.path)
+        else:
+            endpoint = _permitted(endpoint, allow_remote)
+        try:
+            port = self._server.add_insecure_port(endpoint.grpc_target)
+        except RuntimeError as error:
+            raise MisuseError(f"can't listen at {endpoint}: {error}", hint="is another process there?") from error
+        if endpoint.path:
+            os.chmod(endpoint.path, 0o600)
+            self._sockets.append((endpoint.path, os.stat(endpoint.path).st_ino))
+            self._contact.append(str(endpoint))
+        else:
+            self._contact.append(str(Endpoint(host=endpoint.host, port=port)))
+
+
+def _behaviour(
+    method: Method, handler: ControlHandler, deadline_cap_s: float
+) -> Callable[[bytes, grpc.ServicerContext], bytes]:
+    """What gRPC runs for one call: bytes in, bytes out, every failure as a status.
+
+    A plain function: were it a method, the gRPC server and its owner would refer to each other, and descriptors
+    would stay open until the garbage collector comes by.
+    """
+    ask = getattr(handler, method.name.lower())
+
+    def behaviour(body: bytes, context: grpc.ServicerContext) -> bytes:
+        try:
+            return _answer(method, ask, body, context, deadline_cap_s)
+        except PdxferError as error:
+            outcome = error
+        except Exception as error:  # noqa: BLE001 - the last frame that is ours: the peer gets a named error
+            _LOG.exception("%s failed on an unexpected error", method.name)
+            outcome = InternalError(
+                f"{method.name} failed unexpectedly ({type(error).__name__}); the peer's log has more"
+            )
+        status = encode_error(outcome)
+        # The call did arrive: gRPC retries are for lost calls, and must not repeat one that was answered.
+        context.set_trailing_metadata((*(status.trailing_metadata or ()), ("grpc-retry-pushback-ms", "-1")))
+        context.abort(status.code, status.details)
+        raise AssertionError("abort returned")
+
+    return behaviour
+
+
+def _answer(
+    method: Method, ask: Callable[..., Any], body: bytes, context: grpc.ServicerContext, deadline_cap_s: float
+) -> bytes:
+    message = method.request.decode(body)
+    left_s = context.time_remaining()
+    if left_s is not None and left_s <= 0:
+        raise DeadlineError(f"{method.name} waited for a worker until its deadline had passed")
+    with _ended_without_deadline(context, left_s, deadline_cap_s) as deadline_s:
+        value = ask(message, deadline_s=deadline_s)
+    try:
+        answer = method.response.encode(value)
+    except MisuseError as error:
+        raise InternalError(f"the handler's answer to {method.name} can't be sent: {error.message}") from error
+    if len(answer) > MAX_MESSAGE_BYTES:
+        raise InternalError(f"the answer to {method.name} has {len(answer)} B; at most {MAX_MESSAGE_BYTES} can be sent")
+    return answer
+
+
+@contextlib.contextmanager
+def _ended_without_deadline(
+    context: grpc.ServicerContext, left_s: float | None, deadline_cap_s: float
+) -> Iterator[float]:
+    """Yield the handler's deadline in seconds; a caller that gave none is cancelled when the cap is reached."""
+    if left_s is not None and left_s < _NO_DEADLINE_S:
+        yield min(left_s, deadline_cap_s)
+        return
+    watchdog = threading.Timer(deadline_cap_s, context.cancel)
+    watchdog.daemon = True
+    watchdog.start()
+    try:
+        yield deadline_cap_s
+    finally:
+        watchdog.cancel()
+
+
+def _prepare_directory(path: str) -> None:
+    """Make the directory, or check that nobody else can put or reach anything in it."""
+    try:
+        os.makedirs(path, mode=0o700, exist_ok=True)
+        info = os.stat(path)
+    except OSError as error:
+        raise MisuseError(f"directory {path!r} of the control socket can't be used: {error.strerror}") from error
+    mode = stat.S_IMODE(info.st_mode)
+    if info.st_uid != os.geteuid() or mode & 0o027:
+        raise MisuseError(
+            f"directory {path!r} of the control socket has owner {info.st_uid} and mode {mode:04o}",
+            hint="use a directory of your own with mode 0700: it is what keeps other users away from the socket",
+        )
+
+
+def _clear_stale_socket(path: str) -> None:
+    """Remove what a dead server left; refuse when a living one answers, or when it is not a socket."""
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise MisuseError(f"{path!r} exists and is not a socket", hint="choose another path")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)
+            return
+        except OSError as error:
+            raise MisuseError(f"can't tell whether a server listens at {path!r}: {error}") from error
+    raise MisuseError(f"another server listens at {path!r}", hint="stop it or choose another path")
+
+
+def _remove_socket(path: str, inode: int) -> None:
+    """Unlink our own socket, never one that somebody has put there since."""
+    with contextlib.suppress(FileNotFoundError):
+        if os.stat(path).st_ino == inode:
+            os.unlink(path)
+
+
+def _permitted(endpoint: Endpoint, allow_remote: bool) -> Endpoint:
+    """Resolve the host once, so that what was checked is what is bound; refuse wildcards, and others unless allowed."""
+    try:
+        found = socket.getaddrinfo(endpoint.host, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise MisuseError(f"host {endpoint.host!r} can't be resolved: {error}") from error
+    # IPv4 first: localhost has both, and containers often lack IPv6.
+    hosts = [str(entry[4][0]) for entry in sorted(found, key=lambda entry: entry[0] != socket.AF_INET)]
+    ip = ipaddress.ip_address(hosts[0])
+    if ip.is_unspecified:
+        raise MisuseError(f"{endpoint} would listen on every interface", hint="give the address of one interface")
+    if not ip.is_loopback and not allow_remote:
+        raise MisuseError(
+            f"{endpoint} can be reached from other machines, and the control plane has no TLS",
+            hint="listen on 127.0.0.1 or a unix:// path, or pass allow_remote=True inside a trusted network",
+        )
+    if not ip.is_loopback:
+        _LOG.warning("the control plane listens at %s without TLS; anyone who can connect can call it", endpoint)
+    return Endpoint(host=hosts[0], port=endpoint.port)

@@ -1,0 +1,1 @@
+"""The command line: ``main.py`` is the shell, every other module one command that it imports when asked for."""

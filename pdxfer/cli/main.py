@@ -1,0 +1,143 @@
+"""The shell of ``pdxfer``: finds the command, runs it, and turns what it raises into a message and an exit code.
+
+In come arguments, out goes an exit code. A command is a row of ``COMMANDS``; its module is imported only when it runs,
+so ``pdxfer --help`` costs Python and click. This file knows no command's work, and no error but the tree's root.
+
+====  ==================================================================
+code  meaning
+====  ==================================================================
+0     done
+1     failed; ``PdxferError.exit_code`` of the class has other numbers (4 corrupt, 5 peer or transport)
+2     misuse: arguments, options, files
+130   interrupted
+====  ==================================================================
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module, metadata, util
+
+import click
+
+from pdxfer.errors import MisuseError, PdxferError
+
+__all__ = ["COMMANDS", "CommandTable", "cli", "main", "version"]
+
+# name -> (where the click command is, one line of help)
+COMMANDS: dict[str, tuple[str, str]] = {
+    "bench": ("pdxfer.bench.cli:bench", "Measure copies, plans and hand-offs against this machine's own ceilings."),
+    "demo": ("pdxfer.cli.demo:demo", "Move one request between two real hybrid-model workers and compare every byte."),
+    "plan": ("pdxfer.cli.plan:plan", "Show who sends what to whom between two worker layouts."),
+    "size": ("pdxfer.cli.size:size", "Show what a model's caches cost per token, per request and per rank."),
+    "version": ("pdxfer.cli.main:version", "Show the version and which optional parts are installed."),
+}
+
+# module that an optional command may miss -> the extra that brings it
+EXTRAS = {"torch": "hf", "transformers": "hf", "nixl": "nixl", "ucxx": "ucx"}
+
+
+@dataclass(slots=True)
+class Options:
+    """What the group's options said; ``main`` reads it after a command has failed."""
+
+    debug: bool = False
+
+
+class CommandTable(click.Group):
+    """A click group over ``COMMANDS``: lists without importing, imports on use."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return all names, sorted."""
+        return sorted({*COMMANDS, *super().list_commands(ctx)})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import and return the command, or None for an unknown name (click then says so)."""
+        if cmd_name not in COMMANDS:
+            return super().get_command(ctx, cmd_name)
+        module, _, attribute = COMMANDS[cmd_name][0].partition(":")
+        command = getattr(import_module(module), attribute)
+        assert isinstance(command, click.Command), f"{module}:{attribute} is no click command"
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the table's own help texts."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in sorted(COMMANDS.items())])
+
+
+@click.group(cls=CommandTable, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--debug", is_flag=True, envvar="PDXFER_DEBUG", help="Show the traceback of an error.  [env: PDXFER_DEBUG]")
+@click.version_option(package_name="pdxfer", prog_name="pdxfer")
+@click.pass_obj
+def cli(options: Options, debug: bool) -> None:
+    """Move the caches of one LLM request from a prefill worker to a decode worker, whole or not at all."""
+    options.debug = debug
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def version(as_json: bool) -> None:
+    """Show the version and which optional parts are installed."""
+    parts = {
+        "pdxfer": metadata.version("pdxfer"),
+        "python": platform.python_version(),
+        "copy kernel": "native" if util.find_spec("pdxfer._native") else "numpy",
+    }
+    for name in ("numpy", "grpcio", "pyzmq", "torch", "transformers", "nixl"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            parts[name] = metadata.version(name)
+    if as_json:
+        click.echo(json.dumps({name.replace(" ", "_"): value for name, value in parts.items()}))
+        return
+    for name, value in parts.items():
+        click.echo(f"{name:<13}{value}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line and return its exit code; ``argv`` defaults to the process's arguments.
+
+    Only a bug of ours leaves this function as an exception.
+    """
+    options = Options()
+    try:
+        code = cli.main(argv, prog_name="pdxfer", standalone_mode=False, obj=options, color=_color())
+        sys.stdout.flush()  # a reader that is gone shows here, not in the interpreter's last breath
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except ModuleNotFoundError as error:
+        extra = EXTRAS.get((error.name or "").partition(".")[0])
+        if extra is None:
+            raise
+        return report(MisuseError(f"{error.name} is not installed", hint=f"pip install 'pdxfer[{extra}]'"), options)
+    except PdxferError as error:
+        return report(error, options)
+    return code if isinstance(code, int) else 0
+
+
+def report(error: PdxferError, options: Options) -> int:
+    """Write one error for people to stderr and return its exit code. Called while the exception is handled."""
+    if options.debug:
+        traceback.print_exc()
+    click.echo(f"{click.style('error:', fg='red', bold=True)} {error.message}", err=True, color=_color())
+    if error.hint:
+        click.echo(f"  hint: {error.hint}", err=True)
+    return error.exit_code
+
+
+def _color() -> bool | None:
+    """No colour under NO_COLOR; otherwise click asks the terminal."""
+    return False if os.environ.get("NO_COLOR") else None

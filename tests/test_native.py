@@ -70,7 +70,7 @@ def boxes(draw: st.DrawFn) -> tuple[dict[str, Any], int, int]:
     for axis in draw(st.permutations(range(len(extents)))):
         target_strides[axis] = reach + draw(st.integers(0, 3))
         reach = span(extents, target_strides, run)
-    source_strides = draw(st.lists(st.sampled_from([0, 1, run, 2 * run, 7, 64]), min_size=len(extents), max_size=len(extents)))
+    source_strides = [draw(st.sampled_from([0, 1, run, 2 * run, 7, 64])) for _ in extents]
     if draw(st.booleans()):
         source_strides = list(target_strides)
     order = draw(st.permutations(range(len(rows))))
@@ -103,7 +103,7 @@ def test_boxes_equal_the_reference(drawn: tuple[dict[str, Any], int, int], rando
 
 @settings(max_examples=200)
 @given(boxes(), st.sampled_from(["target", "source"]), st.integers(0, 3))
-def test_one_byte_short_is_refused_and_nothing_is_written(drawn: tuple[dict[str, Any], int, int], side: str, which: int) -> None:
+def test_one_byte_short_is_refused_and_nothing_is_written(drawn: Any, side: str, which: int) -> None:
     """Shift one item so that its last byte lies one behind the buffer: refused when, and only when, it has bytes."""
     box, target_bytes, source_bytes = drawn
     item = which % len(box["rows"])
@@ -117,13 +117,14 @@ def test_one_byte_short_is_refused_and_nothing_is_written(drawn: tuple[dict[str,
     if np.prod(extents) == 0:
         assert copy_boxes(target, source, box) == reference_boxes(bytearray(target), source, box)
         return
-    with pytest.raises(ValueError, match=rf"{side}_offsets\[{item}\] = {shifted[item]} .*leaves the {side} of {length} bytes"):
+    message = rf"{side}_offsets\[{item}\] = {shifted[item]} .*leaves the {side} of {length} bytes"
+    with pytest.raises(ValueError, match=message):
         copy_boxes(target, source, box)
     assert target == b"\xff" * target_bytes
 
 
 @settings(max_examples=200)
-@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 30)), min_size=1, max_size=20), st.randoms(use_true_random=False))
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 30)), min_size=1), st.randoms(use_true_random=False))
 def test_runs_equal_the_reference(runs: list[tuple[int, int]], random: Any) -> None:
     lengths = [length for _, length in runs]
     ends = list(itertools.accumulate(lengths))
@@ -175,16 +176,16 @@ REFUSED = [
     ({"source_row_stride": MAX}, r"source_offsets\[0\] = 64 with 2 rows"),
     ({"shape": (-1,)}, r"shape\[0\] is -1"),
     ({"shape": (1 << 70,)}, r"shape\[0\] does not fit in 64 bits"),
-    ({"shape": (MAX,), "target_strides": (MAX,)}, r"shape\[0\] times its stride does not fit"),
-    ({"shape": (MAX, 0), "target_strides": (1, 1), "source_strides": (3, 1)}, r"shape\[0\] times its stride does not fit"),
+    ({"shape": (MAX,), "target_strides": (MAX,)}, r"shape\[0\] times its stride"),
+    ({"shape": (MAX, 0), "target_strides": (1, 1), "source_strides": (3, 1)}, r"shape\[0\] times its stride"),
     ({"shape": (2, 2)}, r"target_strides has 1 entries"),
     ({"shape": (1,) * 7, "target_strides": (1,) * 7, "source_strides": (1,) * 7}, r"shape has 7 entries; .* at most 6"),
     ({"target_strides": (0,)}, r"target_strides\[0\] is 0: 2 elements"),
     ({"target_strides": (-8,)}, r"target_strides\[0\] is -8"),
     ({"source_strides": (-16,)}, r"source_strides\[0\] is -16"),
     ({"run_bytes": 0}, r"run_bytes 0 must be at least 1"),
-    ({"run_bytes": MAX}, r"shape\[0\] times its stride does not fit"),
-]  # fmt: skip
+    ({"run_bytes": MAX}, r"shape\[0\] times its stride"),
+]
 
 
 @pytest.mark.parametrize(("change", "message"), REFUSED)

@@ -74,7 +74,7 @@ class CommandTable(click.Group):
 
 
 @click.group(cls=CommandTable, context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--debug", is_flag=True, envvar="PDXFER_DEBUG", help="Show the traceback of an error.  [env: PDXFER_DEBUG]")
+@click.option("--debug", is_flag=True, envvar="PDXFER_DEBUG", help="Show tracebacks.  [env: PDXFER_DEBUG]")
 @click.version_option(package_name="pdxfer", prog_name="pdxfer")
 @click.pass_obj
 def cli(options: Options, debug: bool) -> None:

@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pdxfer.control.convert import METHODS, SERVICE, Method, decode_error
 from pdxfer.control.endpoint import MAX_MESSAGE_BYTES, SHARED_OPTIONS, Endpoint
-from pdxfer.errors import DeadlineError, MisuseError, PeerError
+from pdxfer.errors import AbortedError, DeadlineError, MisuseError, PeerError
 from pdxfer.messages import (
     Abort,
     Complete,
@@ -77,7 +77,8 @@ class ControlClient:
       (``PEER_STOPPED``), or what answers is no pdxfer agent of a version we know (``PROTOCOL``);
     - DeadlineError: no answer in time. The peer may have acted or not;
     - ExhaustedError: the peer has too many calls at once;
-    - MisuseError: the message can't be sent, or the client is closed.
+    - MisuseError: the message can't be sent, or the client is closed;
+    - AbortedError: the client was closed by another thread during the call.
     """
 
     def __init__(self, address: str, *, default_timeout_s: float = 5.0) -> None:
@@ -86,6 +87,7 @@ class ControlClient:
             raise MisuseError(f"{address!r} has port 0, which is for servers", hint="use the server's contact address")
         self.address = str(endpoint)
         self._default_timeout_s = _checked_timeout_s(default_timeout_s)
+        self._closed = False
         self._channel = grpc.insecure_channel(endpoint.grpc_target, options=_CLIENT_OPTIONS)
         self._calls: dict[str, Any] = {name: self._channel.unary_unary(method.path) for name, method in METHODS.items()}
         self._health: Any = health_pb2_grpc.HealthStub(self._channel)
@@ -94,23 +96,23 @@ class ControlClient:
         self, message: Describe, timeout_s: float | None = None, *, wait_for_ready: bool = False
     ) -> Description:
         """Introduce ourselves and learn who the peer is; repeated once or twice when the path fails."""
-        return cast(Description, self._call("Describe", message, timeout_s, wait_for_ready))
+        return cast("Description", self._call("Describe", message, timeout_s, wait_for_ready))
 
     def open(self, message: Open, timeout_s: float | None = None, *, wait_for_ready: bool = False) -> Opened:
         """Ask for a share of a transfer; never repeated by us."""
-        return cast(Opened, self._call("Open", message, timeout_s, wait_for_ready))
+        return cast("Opened", self._call("Open", message, timeout_s, wait_for_ready))
 
     def complete(self, message: Complete, timeout_s: float | None = None, *, wait_for_ready: bool = False) -> Completed:
         """Say that the bytes are verified and committed; repeated when the path fails."""
-        return cast(Completed, self._call("Complete", message, timeout_s, wait_for_ready))
+        return cast("Completed", self._call("Complete", message, timeout_s, wait_for_ready))
 
     def abort(self, message: Abort, timeout_s: float | None = None, *, wait_for_ready: bool = False) -> Completed:
         """Give a transfer up; repeated when the path fails."""
-        return cast(Completed, self._call("Abort", message, timeout_s, wait_for_ready))
+        return cast("Completed", self._call("Abort", message, timeout_s, wait_for_ready))
 
     def renew(self, message: Renew, timeout_s: float | None = None, *, wait_for_ready: bool = False) -> Renewed:
         """Ask for more time; repeated when the path fails."""
-        return cast(Renewed, self._call("Renew", message, timeout_s, wait_for_ready))
+        return cast("Renewed", self._call("Renew", message, timeout_s, wait_for_ready))
 
     def health(self, service: str = "", timeout_s: float | None = None) -> str:
         """Ask ``grpc.health.v1``: SERVING, NOT_SERVING, UNKNOWN, or SERVICE_UNKNOWN for a name nobody set."""
@@ -124,7 +126,8 @@ class ControlClient:
         return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
 
     def close(self) -> None:
-        """Close the channel; running calls end with an error. Idempotent."""
+        """Close the channel; running calls end with AbortedError. Idempotent."""
+        self._closed = True
         self._channel.close()
 
     def __enter__(self) -> ControlClient:
@@ -156,6 +159,9 @@ class ControlClient:
         try:
             return call(request, timeout=timeout_s, wait_for_ready=wait_for_ready)
         except grpc.RpcError as error:
+            if self._closed:
+                message = f"the client of {self.address} was closed during {name}"
+                raise AbortedError(message, reason="CLIENT_CLOSED") from error
             raise decode_error(error, method=name, peer=self.address) from error
         except ValueError as error:
             raise MisuseError(f"the client of {self.address} is closed", reason="CLIENT_CLOSED") from error

@@ -104,7 +104,10 @@ class Storage:
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise MisuseError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
-        if min(self.page_tokens, self.pages, self.slots, self.alignment_tokens) < 1 or min(self.taps_before, self.taps_after) < 0:
+        if (
+            min(self.page_tokens, self.pages, self.slots, self.alignment_tokens) < 1
+            or min(self.taps_before, self.taps_after) < 0
+        ):
             raise MisuseError(f"sizes must be positive: {self}")
 
 
@@ -222,7 +225,9 @@ def _side_by_side(spec: CacheSpec, storage: Storage) -> Iterator[tuple[str, ...]
 class _RankBuilder:
     """Collects regions and holdings of one rank."""
 
-    def __init__(self, storage: Storage, parallel: Parallel, tp: int, tokens: TokenOwnership, layers: tuple[int, ...]) -> None:
+    def __init__(
+        self, storage: Storage, parallel: Parallel, tp: int, tokens: TokenOwnership, layers: tuple[int, ...]
+    ) -> None:
         self.storage, self.parallel, self.tp, self.tokens, self.layers = storage, parallel, tp, tokens, layers
         self.regions: list[RegionShape] = []
         self.holdings: list[Holding] = []
@@ -265,7 +270,16 @@ class _RankBuilder:
         region = self._region("state", stride * self.storage.slots)
         for i, tensor in enumerate(tensors):
             layers = self._held(tensor)
-            self._hold(tensor, self._pieces(tensor, 1)[0], layers, [region] * len(layers), offsets[i], stride, self.storage.slots, "state")
+            self._hold(
+                tensor,
+                self._pieces(tensor, 1)[0],
+                layers,
+                [region] * len(layers),
+                offsets[i],
+                stride,
+                self.storage.slots,
+                "state",
+            )
 
     def _unified(self, tensors: tuple[_Tensor, ...]) -> None:
         kinds = [[t for t in tensors if _table(t) == name and self._held(t)] for name in ("kv", "window", "state")]
@@ -285,7 +299,16 @@ class _RankBuilder:
                 offsets = [chunk.index(x) * page_bytes + cursor for x in held]
                 if held:
                     name = f"{_table(tensor)}.{g}"
-                    self._hold(tensor, pieces, tuple(held), [region] * len(held), offsets, block_stride, self.storage.pages, name)
+                    self._hold(
+                        tensor,
+                        pieces,
+                        tuple(held),
+                        [region] * len(held),
+                        offsets,
+                        block_stride,
+                        self.storage.pages,
+                        name,
+                    )
                 cursor = _align(cursor + nbytes, 16)
 
     def _unified_page(self, kinds: list[list[_Tensor]]) -> tuple[int, int]:
@@ -318,7 +341,9 @@ class _RankBuilder:
         per_row = tensor.parts[0].tokens_per_row
         rows = page_tokens // per_row if tensor.paged else 1
         if rows * per_row != page_tokens and tensor.paged:
-            raise MisuseError(f"{tensor.parts[0].name}: {page_tokens} tokens per page don't divide into rows of {per_row} tokens")
+            raise MisuseError(
+                f"{tensor.parts[0].name}: {page_tokens} tokens per page don't divide into rows of {per_row} tokens"
+            )
         names = [a.name for a in tensor.parts[0].axes]
         extents = dict(zip(names, boxes[0].shape, strict=True)) | {"row": rows}
         if len(boxes) > 1:
@@ -333,7 +358,16 @@ class _RankBuilder:
         for component, box in zip(tensor.parts, boxes, strict=True):
             offset = along * strides.get(tensor.concat, 0) + tensor.margin[0] * strides.get("taps", 0)
             piece_strides = tuple(strides[name] for name in names)
-            pieces.append(_Piece(component=component, box=box, offset=offset, strides=piece_strides, row_stride=strides["row"], page_rows=rows))
+            pieces.append(
+                _Piece(
+                    component=component,
+                    box=box,
+                    offset=offset,
+                    strides=piece_strides,
+                    row_stride=strides["row"],
+                    page_rows=rows,
+                )
+            )
             along += box.shape[names.index(tensor.concat)] if tensor.concat in names else 0
         return pieces, reach
 

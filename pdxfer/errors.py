@@ -94,13 +94,21 @@ class IncompatibleError(PdxferError):
 
     reason = "INCOMPATIBLE"
 
-    def __init__(self, component: str, field: str, source: object, target: object, *, why: str = "", hint: str = "") -> None:
+    def __init__(
+        self, component: str, field: str, source: object, target: object, *, why: str = "", hint: str = ""
+    ) -> None:
         self.component, self.field, self.source, self.target = component, field, source, target
         message = f"{component}: {field} is {source!r} at the source and {target!r} at the target"
         super().__init__(
             f"{message} ({why})" if why else message,
             hint=hint,
-            details={"component": component, "field": field, "source": repr(source), "target": repr(target), "why": why},
+            details={
+                "component": component,
+                "field": field,
+                "source": repr(source),
+                "target": repr(target),
+                "why": why,
+            },
         )
 
 

@@ -26,7 +26,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
@@ -44,7 +44,9 @@ class Box:
     stops: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if len(self.starts) != len(self.stops) or any(not 0 <= a < b for a, b in zip(self.starts, self.stops, strict=True)):
+        if len(self.starts) != len(self.stops) or any(
+            not 0 <= a < b for a, b in zip(self.starts, self.stops, strict=True)
+        ):
             raise MisuseError(f"not a box: starts {self.starts}, stops {self.stops}")
 
     @property
@@ -69,7 +71,9 @@ class Box:
 
     def contains(self, other: Box) -> bool:
         """Whether ``other`` lies wholly inside."""
-        return all(a <= c and d <= b for a, b, c, d in zip(self.starts, self.stops, other.starts, other.stops, strict=True))
+        return all(
+            a <= c and d <= b for a, b, c, d in zip(self.starts, self.stops, other.starts, other.stops, strict=True)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +93,9 @@ class TokenOwnership:
 
     def __post_init__(self) -> None:
         if self.interleave < 1 or self.size < 1 or not 0 <= self.index < self.size:
-            raise MisuseError(f"impossible token ownership: interleave {self.interleave}, index {self.index} of {self.size}")
+            raise MisuseError(
+                f"impossible token ownership: interleave {self.interleave}, index {self.index} of {self.size}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,11 +147,17 @@ class Holding:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
             raise MisuseError(f"{self.component}: dtype {self.dtype!r} is unknown; known are {sorted(DTYPE_BYTES)}")
-        if not len(self.layers) == len(self.regions) == len(self.offsets) > 0 or list(self.layers) != sorted(set(self.layers)):
+        if not len(self.layers) == len(self.regions) == len(self.offsets) > 0 or list(self.layers) != sorted(
+            set(self.layers)
+        ):
             raise MisuseError(f"{self.component}: layers, regions and offsets must run parallel, layers ascending")
         if len(self.strides) != len(self.box.starts):
             raise MisuseError(f"{self.component}: {len(self.strides)} strides for {len(self.box.starts)} axes")
-        if min(self.strides, default=1) < 1 or min(self.offsets) < 0 or min(self.page_stride, self.pages, self.page_rows) < 1:
+        if (
+            min(self.strides, default=1) < 1
+            or min(self.offsets) < 0
+            or min(self.page_stride, self.pages, self.page_rows) < 1
+        ):
             raise MisuseError(f"{self.component}: strides, page_stride, pages and page_rows must be positive")
         self._check_no_overlap()
 
@@ -243,7 +255,9 @@ class Layout:
         where = f"rank {rank}, {component.name}"
         if missing := set(holding.layers) - set(component.layers):
             raise MisuseError(f"{where}: layers {sorted(missing)} don't have this component")
-        if len(holding.box.starts) != len(component.axes) or not Box((0,) * len(component.shape), component.shape).contains(holding.box):
+        if len(holding.box.starts) != len(component.axes) or not Box(
+            (0,) * len(component.shape), component.shape
+        ).contains(holding.box):
             raise MisuseError(f"{where}: box {holding.box} is outside the component's {component.shape}")
         if component.growth is Growth.PER_REQUEST and (holding.page_rows != 1 or holding.tokens.size != 1):
             raise MisuseError(f"{where}: a per-request component has one row and no token ownership")
@@ -260,7 +274,7 @@ class Layout:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; ``from_json`` is its inverse."""
-        return {"spec": self.spec.to_json(), "ranks": [asdict(rank) for rank in self.ranks]}
+        return {"spec": self.spec.to_json(), "ranks": [_rank_to_json(rank) for rank in self.ranks]}
 
     def to_bytes(self) -> bytes:
         """Canonical JSON as UTF-8, as Describe carries it."""
@@ -290,15 +304,47 @@ def _ints(values: Any) -> tuple[int, ...]:
     return tuple(values)
 
 
+def _rank_to_json(rank: RankLayout) -> dict[str, Any]:
+    # Written out, not dataclasses.asdict: that copies every number and made the digest cost more than the plan.
+    return {
+        "rank": rank.rank,
+        "host": rank.host,
+        "regions": [{"name": r.name, "nbytes": r.nbytes} for r in rank.regions],
+        "holdings": [_holding_to_json(h) for h in rank.holdings],
+    }
+
+
+def _holding_to_json(holding: Holding) -> dict[str, Any]:
+    tokens = holding.tokens
+    plain = {name: getattr(holding, name) for name in _PLAIN_FIELDS}
+    return plain | {
+        "box": {"starts": holding.box.starts, "stops": holding.box.stops},
+        "tokens": {"interleave": tokens.interleave, "size": tokens.size, "index": tokens.index},
+    }
+
+
+_PLAIN_FIELDS = tuple(f.name for f in fields(Holding) if f.name not in ("box", "tokens"))
+
+
 def _rank_from_json(data: Mapping[str, Any]) -> RankLayout:
     (rank, host) = _ints([data["rank"], data["host"]])
     regions = tuple(RegionShape(name=str(r["name"]), nbytes=_ints([r["nbytes"]])[0]) for r in data["regions"])
-    return RankLayout(rank=rank, host=host, regions=regions, holdings=tuple(_holding_from_json(h) for h in data["holdings"]))
+    return RankLayout(
+        rank=rank, host=host, regions=regions, holdings=tuple(_holding_from_json(h) for h in data["holdings"])
+    )
 
 
 def _holding_from_json(data: Mapping[str, Any]) -> Holding:
-    row_stride, page_rows, page_stride, pages = _ints([data[k] for k in ("row_stride", "page_rows", "page_stride", "pages")])
-    tokens = dict(zip(("interleave", "size", "index"), _ints([data["tokens"][k] for k in ("interleave", "size", "index")]), strict=True))
+    row_stride, page_rows, page_stride, pages = _ints(
+        [data[k] for k in ("row_stride", "page_rows", "page_stride", "pages")]
+    )
+    tokens = dict(
+        zip(
+            ("interleave", "size", "index"),
+            _ints([data["tokens"][k] for k in ("interleave", "size", "index")]),
+            strict=True,
+        )
+    )
     return Holding(
         component=str(data["component"]),
         layers=_ints(data["layers"]),

@@ -42,7 +42,14 @@ __all__ = [
 PROTOCOL_VERSION = 1
 
 #: Bounds on what a peer may send, checked before anything is allocated.
-LIMITS = {"layout_bytes": 3 << 20, "ticket_bytes": 64 << 10, "name_chars": 256, "transports": 16, "chunks": 1 << 20, "text_chars": 4096}
+LIMITS = {
+    "layout_bytes": 3 << 20,
+    "ticket_bytes": 64 << 10,
+    "name_chars": 256,
+    "transports": 16,
+    "chunks": 1 << 20,
+    "text_chars": 4096,
+}
 
 
 class Mode(str, Enum):
@@ -94,7 +101,9 @@ class Describe:
         _bounded(self.worker, "worker")
         _bounded(self.known_layout_digest, "known_layout_digest")
         if len(self.epoch) != 16 or self.rank < 0 or len(self.layout) > LIMITS["layout_bytes"]:
-            raise MisuseError(f"Describe is out of bounds: epoch {len(self.epoch)} B, rank {self.rank}, layout {len(self.layout)} B")
+            raise MisuseError(
+                f"Describe is out of bounds: epoch {len(self.epoch)} B, rank {self.rank}, layout {len(self.layout)} B"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +126,12 @@ class Description:
     def __post_init__(self) -> None:
         for text in (self.worker, self.layout_digest, self.host, *self.transports):
             _bounded(text, "Description text")
-        if len(self.epoch) != 16 or self.rank < 0 or len(self.transports) > LIMITS["transports"] or len(self.layout) > LIMITS["layout_bytes"]:
+        if (
+            len(self.epoch) != 16
+            or self.rank < 0
+            or len(self.transports) > LIMITS["transports"]
+            or len(self.layout) > LIMITS["layout_bytes"]
+        ):
             raise MisuseError("Description is out of bounds")
 
 

@@ -35,7 +35,7 @@ import numpy.typing as npt
 from pdxfer.errors import MisuseError
 from pdxfer.layout import Holding, RankLayout, TokenOwnership
 from pdxfer.plan import CopyItem, Edge, Plan
-from pdxfer.spec import DTYPE_BYTES, Component, Growth
+from pdxfer.spec import DTYPE_BYTES, CacheSpec, Component, Growth
 
 try:
     from pdxfer import _native
@@ -99,7 +99,7 @@ class Segment(NamedTuple):
 class Chunk(NamedTuple):
     """One message's worth of segments."""
 
-    index: int
+    number: int
     nbytes: int
     segments: tuple[Segment, ...]
 
@@ -107,7 +107,9 @@ class Chunk(NamedTuple):
 class EdgeProgram:
     """An edge of a plan applied to one request: its rows, segments and chunks. Equal on both ends."""
 
-    def __init__(self, plan: Plan, edge: Edge, shape: RequestShape, *, chunk_bytes: int, segment_bytes: int = 1 << 20) -> None:
+    def __init__(
+        self, plan: Plan, edge: Edge, shape: RequestShape, *, chunk_bytes: int, segment_bytes: int = 1 << 20
+    ) -> None:
         self.plan, self.edge, self.shape = plan, edge, shape
         self.items: tuple[CopyItem, ...] = plan.edges.get(edge, ())
         giving = plan.target if edge.relay else plan.source
@@ -140,7 +142,9 @@ class EdgeProgram:
         key = (start, stop, item.stripe, item.stripes, item.source_tokens, item.target_tokens)
         if key not in self._rows:
             n = stop - start
-            rows = np.arange(start + n * item.stripe // item.stripes, start + n * (item.stripe + 1) // item.stripes, dtype=np.int64)
+            rows = np.arange(
+                start + n * item.stripe // item.stripes, start + n * (item.stripe + 1) // item.stripes, dtype=np.int64
+            )
             for own in (item.source_tokens, item.target_tokens):
                 if own.size > 1:
                     rows = rows[(rows // own.interleave) % own.size == own.index]
@@ -201,38 +205,47 @@ class Side:
             self._offsets[key] = (rows, self._address(holding, rows))
         return self._offsets[key][1]
 
+    def check(self, spec: CacheSpec, shape: RequestShape, *, exclusive: bool = False) -> None:
+        """Check every page table against what a request of ``shape`` needs; ``exclusive`` refuses a page named twice.
+
+        Raises:
+            MisuseError: names table, entry and value.
+        """
+        for holding in self.rank.holdings:
+            start, stop = shape.rows(spec[holding.component])
+            rows = np.arange(start, stop, dtype=np.int64)
+            own = holding.tokens
+            self._address(holding, rows[(rows // own.interleave) % own.size == own.index] if own.size > 1 else rows)
+        for name, holding in self.rank.tables().items():
+            named = self.tables[name][self.tables[name] >= 0]
+            if len(named) and int(named.max()) >= holding.pages:
+                raise MisuseError(
+                    f"rank {self.rank.rank}: page table {name!r} names page {int(named.max())} of {holding.pages}"
+                )
+            if exclusive and len(np.unique(named)) != len(named):
+                hint = "every page that a transfer writes must be its own"
+                raise MisuseError(f"rank {self.rank.rank}: page table {name!r} names a page twice", hint=hint)
+
     def _address(self, holding: Holding, rows: Offsets) -> Offsets:
         own = holding.tokens
         local = rows if own.size == 1 else _local_rows(rows, own)
         pages, within = np.divmod(local, holding.page_rows)
         if holding.table not in self.tables:
-            raise MisuseError(f"rank {self.rank.rank}: no page table {holding.table!r}; given are {sorted(self.tables)}")
+            raise MisuseError(
+                f"rank {self.rank.rank}: no page table {holding.table!r}; given are {sorted(self.tables)}"
+            )
         table = self.tables[holding.table]
         if len(pages) and int(pages[-1]) >= len(table):
-            raise MisuseError(
-                f"rank {self.rank.rank}: page table {holding.table!r} has {len(table)} pages, row {int(rows[-1])} needs page {int(pages[-1])}"
-            )
+            where = f"rank {self.rank.rank}: page table {holding.table!r}"
+            raise MisuseError(f"{where} has {len(table)} pages, row {int(rows[-1])} needs page {int(pages[-1])}")
         numbers = table[pages]
         wrong = (numbers < 0) | (numbers >= holding.pages)
         if wrong.any():
             at = int(pages[int(np.argmax(wrong))])
-            raise MisuseError(
-                f"rank {self.rank.rank}: page table {holding.table!r} entry {at} is {int(table[at])}, outside [0, {holding.pages})"
-            )
-        return numbers * holding.page_stride + within * holding.row_stride
-
-
-def check_targets(program: EdgeProgram, side: Side) -> None:
-    """Refuse a target page table in which a page to be written stands twice; raises MisuseError."""
-    for table, holding in side.rank.tables().items():
-        entries = side.tables.get(table, np.empty(0, np.int64))
-        kept = entries[entries >= 0]
-        if len(np.unique(kept)) != len(kept):
-            raise MisuseError(f"rank {side.rank.rank}: page table {table!r} names a page twice", hint="every page of a request must be its own")
-        if len(kept) and int(kept.max()) >= holding.pages:
-            raise MisuseError(f"rank {side.rank.rank}: page table {table!r} names page {int(kept.max())} of {holding.pages}")
-    for index, item in enumerate(program.items):
-        side.row_offsets(side.rank.holdings[item.target_holding], program.rows[index])
+            where = f"rank {self.rank.rank}: page table {holding.table!r}"
+            raise MisuseError(f"{where} entry {at} is {int(table[at])}, outside [0, {holding.pages})")
+        offsets: Offsets = numbers * holding.page_stride + within * holding.row_stride
+        return offsets
 
 
 def pack(program: EdgeProgram, segment: Segment, source: Side, out: Any, *, kernel: str = "auto") -> None:
@@ -269,7 +282,9 @@ def direct(program: EdgeProgram, segment: Segment, source: Side, target: Side, *
         raise MisuseError(f"{item.component}: a dtype conversion can't be done by a direct copy")
     have, want = source.rank.holdings[item.source_holding], target.rank.holdings[item.target_holding]
     span = slice(segment.row_start, segment.row_stop)
-    from_rows, to_rows = (side.row_offsets(h, program.rows[segment.item])[span] for side, h in ((source, have), (target, want)))
+    from_rows, to_rows = (
+        side.row_offsets(h, program.rows[segment.item])[span] for side, h in ((source, have), (target, want))
+    )
     copier = _Copier(kernel, item, want, (to_rows, *_strides(item, want)), (from_rows, *_strides(item, have)), have)
     for layer in item.layers[segment.layer_start : segment.layer_stop]:
         (from_region, from_offset), (to_region, to_offset) = have.at(layer), want.at(layer)
@@ -293,12 +308,16 @@ def native_available() -> bool:
     return _native is not None
 
 
-def _gather(program: EdgeProgram, segment: Segment, item: CopyItem, side: Side, index: int, out: Any, kernel: str) -> None:
+def _gather(
+    program: EdgeProgram, segment: Segment, item: CopyItem, side: Side, index: int, out: Any, kernel: str
+) -> None:
     holding = side.rank.holdings[index]
     packed = _packed_strides(item.box.shape, holding.itemsize)
     n = segment.row_stop - segment.row_start
     rows = side.row_offsets(holding, program.rows[segment.item])[segment.row_start : segment.row_stop]
-    copier = _Copier(kernel, item, holding, (_steps(n, packed[0]), *packed), (rows, *_strides(item, holding)), holding, packs=True)
+    copier = _Copier(
+        kernel, item, holding, (_steps(n, packed[0]), *packed), (rows, *_strides(item, holding)), holding, packs=True
+    )
     for i, layer in enumerate(range(segment.layer_start, segment.layer_stop)):
         region, offset = holding.at(item.layers[layer])
         copier.copy(_as_buffer(out), i * n * packed[0], side.buffers[region], offset)
@@ -321,7 +340,9 @@ class _Copier:
         self.kernel = kernel
         to_rows, self.to_row, to_strides = target
         from_rows, self.from_row, from_strides = source
-        self.shape, self.to_strides, self.from_strides, self.run = merge_axes(item.box.shape, to_strides, from_strides, holding.itemsize)
+        self.shape, self.to_strides, self.from_strides, self.run = merge_axes(
+            item.box.shape, to_strides, from_strides, holding.itemsize
+        )
         starts, self.rows = _pieces(to_rows, self.to_row, from_rows, self.from_row)
         self.to_base = 0 if packs else _box_offset(item, holding)
         self.from_base = _box_offset(item, source_holding) if source_holding else 0
@@ -337,7 +358,17 @@ class _Copier:
             self._copy_runs(name, target, to, source, at)
             return
         KERNELS[name](
-            target, source, to, at, self.rows, self.to_row, self.from_row, self.shape, self.to_strides, self.from_strides, self.run
+            target,
+            source,
+            to,
+            at,
+            self.rows,
+            self.to_row,
+            self.from_row,
+            self.shape,
+            self.to_strides,
+            self.from_strides,
+            self.run,
         )
 
     def _copy_runs(self, name: str, target: Any, to: Offsets, source: Any, at: Offsets) -> None:
@@ -383,7 +414,10 @@ def merge_axes(
 
     Returns the remaining shape (outermost first), both sides' strides, and the bytes of one contiguous run.
     """
-    axes = sorted(((t, s, n) for n, t, s in zip(shape, to_strides, from_strides, strict=True) if n > 1), key=lambda a: (a[0], a[1]))
+    axes = sorted(
+        ((t, s, n) for n, t, s in zip(shape, to_strides, from_strides, strict=True) if n > 1),
+        key=lambda a: (a[0], a[1]),
+    )
     merged: list[tuple[int, int, int]] = []
     run = itemsize
     for to, at, n in axes:
@@ -410,7 +444,9 @@ def _local_rows(rows: Offsets, own: TokenOwnership) -> Offsets:
     return rows // (own.interleave * own.size) * own.interleave + rows % own.interleave
 
 
-def _run_offsets(offsets: Offsets, rows: Offsets, row_stride: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Offsets:
+def _run_offsets(
+    offsets: Offsets, rows: Offsets, row_stride: int, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> Offsets:
     """Offset of every contiguous run, in the primitive's loop order."""
     firsts = np.repeat(offsets, rows)
     counts = np.arange(len(firsts), dtype=np.int64) - np.repeat(np.cumsum(rows) - rows, rows)
@@ -473,7 +509,10 @@ def _check_runs(offsets: Offsets, run: int, nbytes: int, side: str) -> None:
 def _windows(buffer: Bytes, run: int) -> npt.NDArray[np.void]:
     """Every window of ``run`` bytes of a buffer, as overlapping void elements."""
     array = np.asarray(buffer)
-    return np.ndarray(array.nbytes - run + 1, dtype=np.dtype((np.void, run)), buffer=array.data, strides=(1,))
+    windows: npt.NDArray[np.void] = np.ndarray(
+        array.nbytes - run + 1, dtype=np.dtype((np.void, run)), buffer=array.data, strides=(1,)
+    )
+    return windows
 
 
 def _choose(target: Any, source: Any) -> str:
@@ -496,3 +535,8 @@ def _as_buffer(buffer: Any) -> Any:
 def _as_host(data: Any) -> Bytes:
     array = _as_buffer(data)
     return array if isinstance(array, np.ndarray) else np.asarray(array.cpu().numpy())
+
+
+def check_targets(program: EdgeProgram, side: Side) -> None:
+    """``side.check`` for a program's target."""
+    side.check(program.plan.target.spec, program.shape, exclusive=True)

@@ -203,7 +203,9 @@ def _check_complete(component: Component, takers: Sequence[_Class]) -> None:
         for cell in _cells(whole, [h.box for h in holders]):
             found = [h for h in holders if h.box.contains(cell)]
             if not found:
-                raise IncompatibleError(component.name, f"layers {_span(layers)}, box {_show(component, cell)}", "held", "not held")
+                raise IncompatibleError(
+                    component.name, f"layers {_span(layers)}, box {_show(component, cell)}", "held", "not held"
+                )
             list(_token_families(component, found))
 
 
@@ -240,7 +242,9 @@ def _token_families(component: Component, holders: Sequence[_Class]) -> list[lis
         if len(owners) == size:
             return [owners[i] for i in range(size)]
     have = {key: sorted(owners) for key, owners in families.items()}
-    raise IncompatibleError(component.name, "token owners (size, interleave): indices", have, "all indices", why="some tokens have no owner")
+    raise IncompatibleError(
+        component.name, "token owners (size, interleave): indices", have, "all indices", why="some tokens have no owner"
+    )
 
 
 def _stripes(
@@ -267,8 +271,8 @@ def _stripes(
 
 
 def _item(
-    component: Component, layers: tuple[int, ...], cell: Box, giving: Layout, giver: tuple[int, int], rows: TokenOwnership,
-    taking: Layout, taker: tuple[int, int], stripe: tuple[int, int], *, relay: bool,
+    component: Component, layers: tuple[int, ...], cell: Box, giving: Layout, giver: tuple[int, int],
+    rows: TokenOwnership, taking: Layout, taker: tuple[int, int], stripe: tuple[int, int], *, relay: bool,
 ) -> CopyItem:  # fmt: skip
     have = giving.ranks[giver[0]].holdings[giver[1]]
     want = taking.ranks[taker[0]].holdings[taker[1]]
@@ -287,10 +291,14 @@ def _check_formats(name: str, have: Holding, want: Holding) -> None:
         for attribute in ("page_rows", "box", "strides", "row_stride", "dtype"):
             mine, theirs = getattr(have, attribute), getattr(want, attribute)
             if mine != theirs:
-                raise IncompatibleError(name, attribute, mine, theirs, why=f"records of {have.record_format!r} are opaque")
+                raise IncompatibleError(
+                    name, attribute, mine, theirs, why=f"records of {have.record_format!r} are opaque"
+                )
     if have.dtype != want.dtype and not (have.dtype in want.accepts and want.dtype in have.accepts):
         hint = "let both sides accept the other's dtype, or configure the same state dtype on both"
-        raise IncompatibleError(name, "dtype", have.dtype, want.dtype, why="conversion needs both sides' consent", hint=hint)
+        raise IncompatibleError(
+            name, "dtype", have.dtype, want.dtype, why="conversion needs both sides' consent", hint=hint
+        )
 
 
 def _show(component: Component, box: Box) -> str:
@@ -311,15 +319,42 @@ def prove(plan: Plan) -> None:
         InternalError: the plan is wrong; names component, rank and interval. Never a reason to go on.
     """
     by_holding: dict[tuple[int, int], list[CopyItem]] = defaultdict(list)
+    received = {(item.target, *_what(item)) for item in plan.items if not item.relay}
     for item in plan.items:
-        giving = plan.target if item.relay else plan.source
-        have = giving.ranks[item.source].holdings[item.source_holding]
-        if not have.box.contains(item.box) or not set(item.layers) <= set(have.layers) or have.component != item.component:
-            raise InternalError(f"{item.component}: source rank {item.source} does not hold {item.box} of layers {item.layers}")
+        _prove_ends(plan, item)
+        if item.relay and (item.source, *_what(item)) not in received:
+            raise InternalError(
+                f"{item.component}: target rank {item.source} relays {item.box}, stripe {item.stripe}, that it does not receive"
+            )
         by_holding[(item.target, item.target_holding)].append(item)
     for rank in plan.target.ranks:
         for index, holding in enumerate(rank.holdings):
             _prove_holding(rank.rank, holding, by_holding[(rank.rank, index)])
+
+
+def _what(item: CopyItem) -> tuple[object, ...]:
+    """What an item carries, whoever gives and takes it."""
+    return item.component, item.layers, item.box, item.source_tokens, item.stripe, item.stripes
+
+
+def _prove_ends(plan: Plan, item: CopyItem) -> None:
+    """Both ends hold what the item says they hold, in the rows and dtypes that it says."""
+    have = (plan.target if item.relay else plan.source).ranks[item.source].holdings[item.source_holding]
+    want = plan.target.ranks[item.target].holdings[item.target_holding]
+    if not have.box.contains(item.box) or not set(item.layers) <= set(have.layers) or have.component != item.component:
+        raise InternalError(
+            f"{item.component}: source rank {item.source} does not hold {item.box} of layers {item.layers}"
+        )
+    if want.component != item.component:
+        raise InternalError(
+            f"{item.component}: holding {item.target_holding} of target rank {item.target} is {want.component}"
+        )
+    if have.tokens != (item.target_tokens if item.relay else item.source_tokens) or want.tokens != item.target_tokens:
+        raise InternalError(
+            f"{item.component}: ranks {item.source} and {item.target} own other rows than the item says"
+        )
+    if item.converts != (have.dtype != want.dtype):
+        raise InternalError(f"{item.component}: from {have.dtype} to {want.dtype}, but converts is {item.converts}")
 
 
 def _prove_holding(rank: int, holding: Holding, items: list[CopyItem]) -> None:

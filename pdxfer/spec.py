@@ -31,7 +31,17 @@ from typing import Any
 
 from pdxfer.errors import IncompatibleError, MisuseError
 
-__all__ = ["DTYPE_BYTES", "Axis", "CacheSpec", "Component", "Growth", "Ownership", "Rule", "canonical_digest", "compare_specs"]
+__all__ = [
+    "DTYPE_BYTES",
+    "Axis",
+    "CacheSpec",
+    "Component",
+    "Growth",
+    "Ownership",
+    "Rule",
+    "canonical_digest",
+    "compare_specs",
+]
 
 DTYPE_BYTES: Mapping[str, int] = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2,
@@ -136,7 +146,9 @@ class Component:
         if self.dtype not in DTYPE_BYTES:
             raise MisuseError(f"{self.name}: dtype {self.dtype!r} is unknown; known are {sorted(DTYPE_BYTES)}")
         if self.tokens_per_row < 1 or (self.growth is Growth.PER_WINDOW) != (self.window > 0):
-            raise MisuseError(f"{self.name}: tokens_per_row {self.tokens_per_row}, window {self.window} don't fit {self.growth.value}")
+            raise MisuseError(
+                f"{self.name}: tokens_per_row {self.tokens_per_row}, window {self.window} don't fit {self.growth.value}"
+            )
         own = self.ownership
         if own.rule is not Rule.REPLICATED:
             extent = self.axis(own.axis).extent
@@ -287,11 +299,17 @@ def compare_specs(source: CacheSpec, target: CacheSpec) -> None:
     """Raise IncompatibleError at the first component and field in which two specs differ."""
     for component in source.components:
         if component.name not in target:
-            raise IncompatibleError(component.name, "presence", "held", "absent", why=f"models {source.model} and {target.model}")
+            raise IncompatibleError(
+                component.name, "presence", "held", "absent", why=f"models {source.model} and {target.model}"
+            )
         mine, theirs = component.geometry(), target[component.name].geometry()
         for field, value in mine.items():
             if value != theirs[field]:
-                raise IncompatibleError(component.name, field, value, theirs[field], why=f"models {source.model} and {target.model}")
+                raise IncompatibleError(
+                    component.name, field, value, theirs[field], why=f"models {source.model} and {target.model}"
+                )
     for component in target.components:
         if component.name not in source:
-            raise IncompatibleError(component.name, "presence", "absent", "held", why=f"models {source.model} and {target.model}")
+            raise IncompatibleError(
+                component.name, "presence", "absent", "held", why=f"models {source.model} and {target.model}"
+            )

@@ -1,0 +1,410 @@
+"""Fetch: one transfer at its target, from ticket to READY or to one error with everything put back.
+
+In come a ticket and our page tables; out comes ``Received`` or a PdxferError. One thread per edge reads;
+this rank's siblings may read from us what crosses the network only once (fan-out).
+
+::
+
+    reserve ─▶ plan ─▶ network edges: Open, move, verify, Complete ─┐
+                 │                                                  ├─▶ all in ─▶ our readers done ─▶ READY
+                 └───▶ relay edges (from siblings, once theirs is in)┘
+    any error: cancel all edges, Abort the sources, quarantine the pages until our threads are gone
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+from pdxfer.driver import EdgeReader, EdgeStats, PeerChannel
+from pdxfer.errors import (
+    AbortedError,
+    DeadlineError,
+    ExhaustedError,
+    IncompatibleError,
+    InternalError,
+    MisuseError,
+    PdxferError,
+    PeerError,
+    StaleError,
+    TransportError,
+)
+from pdxfer.messages import Abort, Complete, Mode, Open, Opened, Renew
+from pdxfer.packing import EdgeProgram, RequestShape, Side
+from pdxfer.plan import Edge, Plan, make_plan
+from pdxfer.ticket import Ticket
+from pdxfer.transfer import TARGET, Cancel, Event, Hold, Offer, State
+
+if TYPE_CHECKING:
+    from pdxfer.agent.peers import Peer
+    from pdxfer.agent.service import Agent
+
+__all__ = ["Fetch", "Received"]
+
+_RPC_S = 5.0
+_JOIN_S = 10.0
+_log = logging.getLogger("pdxfer.agent")
+
+
+@dataclass(slots=True, kw_only=True)
+class Received:
+    """A complete, verified transfer in our pages. ``release`` it when the engine no longer uses them.
+
+    Attributes:
+        ticket: where state and KV stand, and what was sampled.
+        edges: what each edge cost. seconds: of the whole, and of plan and negotiate.
+    """
+
+    ticket: Ticket
+    edges: tuple[EdgeStats, ...]
+    seconds: dict[str, float]
+    plan: Plan
+    _release: Callable[[], None]
+    _released: bool = field(default=False)
+
+    def release(self) -> None:
+        """The engine has freed the pages. Idempotent."""
+        if not self._released:
+            self._released = True
+            self._release()
+
+
+class Fetch:
+    """One running fetch. ``wait`` from one thread; ``cancel`` from any."""
+
+    def __init__(
+        self, agent: Agent, ticket: Ticket, tables: Mapping[str, Sequence[int]], *, first_token: int, timeout_s: float
+    ) -> None:
+        self.agent, self.ticket = agent, ticket
+        self.deadline_s = time.monotonic() + timeout_s
+        self._started_s = time.perf_counter()
+        self.shape = RequestShape(
+            kv_tokens=ticket.kv_tokens, first_token=min(first_token, ticket.kv_tokens), state_tokens=ticket.state_tokens
+        )
+        self.side = Side(agent.layout.ranks[agent.config.rank], agent.buffers, tables)
+        self.side.check(agent.layout.spec, self.shape, exclusive=True)
+        self.hold: Hold = agent.ledger.open(ticket.transfer, agent.units(self.side), TARGET)
+        self._cancel = Cancel()
+        self._done = threading.Event()
+        self._result: Received | None = None
+        self._seconds: dict[str, float] = {"negotiate": 0.0, "plan": 0.0}
+        self._stats: list[EdgeStats] = []
+        self._relay: Offer | None = None
+        self._opened: list[tuple[Peer, Opened]] = []
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name=f"pdxfer-{agent.config.rank}-fetch", daemon=True)
+
+    def start(self) -> None:
+        """Begin; called once."""
+        self._thread.start()
+
+    @property
+    def state(self) -> State:
+        """State of our pages; only READY (and HANDED) may be decoded from."""
+        return self.hold.state
+
+    @property
+    def done(self) -> bool:
+        """Whether ``wait`` returns at once."""
+        return self._done.is_set()
+
+    def cancel(self, why: str = "cancelled by the engine") -> None:
+        """Give up; ``wait`` raises AbortedError unless it was READY already."""
+        self._cancel.set(AbortedError(f"{self.ticket.transfer}: {why}"))
+
+    def wait(self) -> Received:
+        """Wait for the end: returns once, and the pages are then HANDED to the engine; raises the first error."""
+        while not self._done.wait(1.0):
+            if time.monotonic() > self.deadline_s + _JOIN_S + 2 * _RPC_S:
+                raise DeadlineError(
+                    f"{self.ticket.transfer}: our own threads did not end in time; the pages stay quarantined"
+                )
+        if self._result is None:
+            error = self._cancel.error
+            assert error is not None
+            raise error
+        if self.hold.state is State.READY:
+            self.agent.ledger.fire(self.hold, Event.TAKE)
+        return self._result
+
+    # -- the fetch thread ----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        threads: list[threading.Thread] = []
+        try:
+            plan, peers = self._prepare()
+            self.agent.ledger.fire(self.hold, Event.POST)
+            self._move(plan, peers, threads)
+            self.agent.ledger.fire(self.hold, Event.ALL_IN)
+            self._await_readers()
+            self._cancel.check()
+            self._seconds["total"] = time.perf_counter() - self._started_s
+            self._result = Received(
+                ticket=self.ticket, edges=tuple(self._stats), seconds=self._seconds, plan=plan, _release=self._release
+            )  # fmt: skip
+            self.agent.ledger.fire(self.hold, Event.VERIFIED)
+            self.agent.counters["fetched"] += 1
+        except Exception as error:  # noqa: BLE001 - whatever happened, the pages must be put back and the engine told
+            self._result = None
+            self._fail(error, threads)
+        finally:
+            self._done.set()
+
+    def _prepare(self) -> tuple[Plan, dict[int, Peer]]:
+        """Meet the sources and agree on layouts; returns the plan and our source peers by rank."""
+        agent, ticket = self.agent, self.ticket
+        with self._timed("negotiate"):
+            first = agent.peers.get(ticket.ranks[0].address, epoch=ticket.ranks[0].epoch, deadline_s=self.deadline_s)
+        source = first.layout
+        if source.digest != ticket.layout_digest or len(source) != len(ticket.ranks):
+            raise StaleError(
+                f"{ticket.transfer}: the source's layout is not the ticket's any more", reason="LAYOUT_CHANGED"
+            )
+        with self._timed("plan"):
+            plan = make_plan(source, agent.layout)
+            plan.digest  # noqa: B018 - computed once here, so that it counts as planning
+        peers: dict[int, Peer] = {}
+        with self._timed("negotiate"):
+            for rank in plan.sources(agent.config.rank):
+                part = ticket.rank(rank)
+                peers[rank] = agent.peers.get(part.address, epoch=part.epoch, deadline_s=self.deadline_s)
+                found = peers[rank].description
+                if found.rank != rank or found.worker != ticket.worker or found.layout_digest != source.digest:
+                    have, want = f"rank {found.rank} of {found.worker!r}", f"rank {rank} of {ticket.worker!r}"
+                    raise PeerError(f"{part.address} is {have}, the ticket says {want}")
+        return plan, peers
+
+    def _move(self, plan: Plan, peers: Mapping[int, Peer], threads: list[threading.Thread]) -> None:
+        me = self.agent.config.rank
+        relays = plan.sources(me, relay=True)
+        if plan.readers(me, relay=True):
+            encoded = self.ticket.encode().encode()
+            self._relay = self.agent.offer_relay(
+                self.ticket.transfer, encoded, self.side, self.shape, self.hold.generation, plan
+            )
+        if missing := [r for r in relays if r not in self.agent.siblings]:
+            raise MisuseError(
+                f"fan-out needs the control addresses of sibling ranks {missing}",
+                hint="give them to attach(siblings=...)",
+            )
+        network = [
+            self._spawn(threads, plan, Edge(rank, me, False), partial(_same, peer)) for rank, peer in peers.items()
+        ]
+        siblings = [self._spawn(threads, plan, Edge(rank, me, True), partial(self._sibling, rank)) for rank in relays]
+        self._join(network)
+        if self._relay is not None:
+            self.agent.relay_ready(self.ticket.transfer)
+        self._join(siblings)
+
+    def _sibling(self, rank: int) -> Peer:
+        return self.agent.peers.get(self.agent.siblings[rank], epoch=None, deadline_s=self.deadline_s)
+
+    def _spawn(
+        self, threads: list[threading.Thread], plan: Plan, edge: Edge, peer: Callable[[], Peer]
+    ) -> threading.Thread:
+        thread = threading.Thread(
+            target=self._edge, args=(plan, edge, peer), name=f"pdxfer-{edge.target}-from-{edge.source}", daemon=True
+        )
+        threads.append(thread)
+        thread.start()
+        return thread
+
+    def _join(self, threads: Sequence[threading.Thread]) -> None:
+        for thread in threads:
+            while thread.is_alive():
+                thread.join(timeout=0.5)
+                if time.monotonic() > self.deadline_s:
+                    raise DeadlineError(f"{self.ticket.transfer}: not everything came within the deadline")
+        if self._cancel.error is not None:
+            raise self._cancel.error
+
+    def _edge(self, plan: Plan, edge: Edge, find: Callable[[], Peer]) -> None:
+        """Thread: open, read and complete one edge; the first error of any edge cancels all."""
+        try:
+            peer = find()
+            try:
+                self._attempt(plan, edge, peer, fresh=False)
+            except _DeadIdleChannel:
+                self._attempt(plan, edge, peer, fresh=True)
+        except Exception as error:  # noqa: BLE001 - reported through the cancel flag, which _join raises
+            self._cancel.set(error)
+
+    def _attempt(self, plan: Plan, edge: Edge, peer: Peer, *, fresh: bool) -> None:
+        program, stats = self._program(plan, edge)
+        with stats.stage("negotiate"):
+            address, channel = self.agent.peers.lend(peer, self.deadline_s, fresh=fresh)
+        try:
+            with stats.stage("negotiate"):
+                opened = self._open(peer, plan, edge, program, address)
+            with self._lock:
+                self._opened = [(p, o) for p, o in self._opened if p is not peer] + [(peer, opened)]
+            stats.transport, stats.mode = address.partition("://")[0], opened.mode.value
+            self._reader(peer, opened, program, channel, stats).run()
+            with stats.stage("negotiate"):
+                self._complete(peer, opened, stats)
+        except BaseException as error:
+            channel.close()
+            if isinstance(error, TransportError) and channel.uses > 1 and not stats.messages:
+                raise _DeadIdleChannel from error
+            raise
+        with self._lock:
+            self._opened.remove((peer, opened))
+            self._stats.append(stats)
+        self.agent.peers.give_back(peer, address, channel)
+
+    def _program(self, plan: Plan, edge: Edge) -> tuple[EdgeProgram, EdgeStats]:
+        stats = EdgeStats(edge.source, edge.target, edge.relay)
+        with stats.stage("plan"):
+            return EdgeProgram(plan, edge, self.shape, chunk_bytes=self.agent.config.chunk_bytes), stats
+
+    def _open(self, peer: Peer, plan: Plan, edge: Edge, program: EdgeProgram, address: str) -> Opened:
+        config = self.agent.config
+        message = Open(
+            transfer=self.ticket.transfer, ticket=self.ticket.encode().encode(), epoch=self.agent.epoch,
+            source_epoch=peer.description.epoch, target_worker=config.worker, target_rank=config.rank,
+            layout_digest=self.agent.layout.digest, plan_digest=plan.digest, first_token=self.shape.first_token,
+            relay=edge.relay, transport=address, mode=Mode.PACKED if config.mode == "packed" else Mode.DIRECT,
+            chunk_bytes=config.chunk_bytes,
+        )  # fmt: skip
+        opened = self._ask(lambda timeout_s: peer.client.open(message, timeout_s=timeout_s), patient=edge.relay)
+        if (opened.chunks, opened.payload_bytes) != (len(program.chunks), program.payload_bytes):
+            have, want = (opened.chunks, opened.payload_bytes), (len(program.chunks), program.payload_bytes)
+            raise IncompatibleError(
+                "*", "chunks, payload bytes", have, want, why="the two sides cut the transfer differently"
+            )
+        if opened.epoch != peer.description.epoch:
+            raise StaleError(f"{peer.address} restarted while we asked", reason="EPOCH_CHANGED")
+        return opened
+
+    def _ask(self, call: Callable[[float], Opened], *, patient: bool) -> Opened:
+        """Call until it is answered; a busy source, or a sibling that is not ready, is asked again in time."""
+        while True:
+            self._cancel.check()
+            left_s = self.deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise DeadlineError(
+                    f"{self.ticket.transfer}: {'a sibling' if patient else 'the source'} was not ready in time"
+                )
+            try:
+                return call(min(_RPC_S, left_s))
+            except ExhaustedError as error:
+                if not patient:
+                    raise
+                self._cancel.wait(min(error.retry_after_s, left_s))
+
+    def _reader(
+        self, peer: Peer, opened: Opened, program: EdgeProgram, channel: PeerChannel, stats: EdgeStats
+    ) -> EdgeReader:
+        config = self.agent.config
+        renewed = [time.monotonic()]
+
+        def renew() -> None:
+            now_s = time.monotonic()
+            if now_s - renewed[0] > opened.lease_s / 3:
+                renewed[0] = now_s
+                peer.client.renew(
+                    Renew(
+                        transfer=self.ticket.transfer, epoch=self.agent.epoch, session=opened.session,
+                        target_worker=config.worker, target_rank=config.rank,
+                    )
+                )  # fmt: skip
+
+        return EdgeReader(
+            transfer=self.ticket.transfer, generation=opened.generation, session=opened.session, mode=opened.mode,
+            program=program, target=self.side, peer=channel, cancel=self._cancel, deadline_s=self.deadline_s,
+            renew=renew, stats=stats, window=config.window, digests=config.digests, kernel=config.kernel,
+        )  # fmt: skip
+
+    def _complete(self, peer: Peer, opened: Opened, stats: EdgeStats) -> None:
+        config = self.agent.config
+        message = Complete(
+            transfer=self.ticket.transfer, epoch=self.agent.epoch, source_epoch=opened.epoch, session=opened.session,
+            target_worker=config.worker, target_rank=config.rank, generation=opened.generation,
+            payload_bytes=stats.payload_bytes,
+        )  # fmt: skip
+        peer.client.complete(message, timeout_s=max(0.001, min(_RPC_S, self.deadline_s - time.monotonic())))
+
+    def _await_readers(self) -> None:
+        """Our pages may not change (and we are not READY) before every sibling has read its share."""
+        relay = self._relay
+        while relay is not None and relay.ended != "completed":
+            self._cancel.check()
+            if relay.ended:
+                raise PeerError(f"{self.ticket.transfer}: a sibling gave up: {relay.ended}")
+            if time.monotonic() > self.deadline_s:
+                raise DeadlineError(f"{self.ticket.transfer}: a sibling did not read its share in time")
+            self._cancel.wait(0.0005)
+        if relay is not None:
+            self.agent.end_relay(self.ticket.transfer, "completed")
+
+    # -- the end ---------------------------------------------------------------------------------------
+
+    def _fail(self, error: Exception, threads: Sequence[threading.Thread]) -> None:
+        self._cancel.set(error)
+        first = self._cancel.error
+        if not isinstance(first, PdxferError):
+            self._cancel.error = InternalError(f"{self.ticket.transfer}: {type(first).__name__}: {first}")
+            self._cancel.error.__cause__ = first
+        ledger = self.agent.ledger
+        ledger.fire(self.hold, Event.GIVE_UP)
+        self.agent.counters[f"fetch_failed_{getattr(first, 'reason', 'INTERNAL')}"] += 1
+        _log.warning("transfer %s failed: %s", self.ticket.transfer, first)
+        self._abort_sources(str(getattr(first, "reason", "INTERNAL")))
+        until_s = time.monotonic() + _JOIN_S
+        for thread in threads:
+            thread.join(timeout=max(0.0, until_s - time.monotonic()))
+        relay_quiet = self._relay is None or self.agent.end_relay(self.ticket.transfer, f"aborted: {first}")
+        while not relay_quiet and time.monotonic() < until_s:
+            time.sleep(0.001)
+            relay_quiet = self.agent.end_relay(self.ticket.transfer, "aborted")
+        if relay_quiet and not any(t.is_alive() for t in threads):
+            ledger.fire(self.hold, Event.QUIET)
+        else:
+            _log.error("transfer %s: a thread may still write; its pages stay quarantined", self.ticket.transfer)
+
+    def _abort_sources(self, reason: str) -> None:
+        """Tell every source that was opened and not completed, so that it need not wait for its lease."""
+        config = self.agent.config
+        with self._lock:
+            opened = list(self._opened)
+        for peer, answer in opened:
+            message = Abort(
+                transfer=self.ticket.transfer, epoch=self.agent.epoch, session=answer.session,
+                target_worker=config.worker, target_rank=config.rank, reason=reason[:128],
+            )  # fmt: skip
+            try:
+                peer.client.abort(message, timeout_s=1.0)
+            except PdxferError as error:
+                _log.info("transfer %s: %s could not be told: %s", self.ticket.transfer, peer.address, error.message)
+
+    def _timed(self, name: str) -> _Timed:
+        return _Timed(self._seconds, name)
+
+    def _release(self) -> None:
+        self.agent.ledger.fire(self.hold, Event.RELEASE)
+
+
+def _same(peer: Peer) -> Peer:
+    return peer
+
+
+class _DeadIdleChannel(Exception):  # not an error: a kept channel that had died unnoticed
+    """Begin the edge again on a new channel."""
+
+
+class _Timed:
+    """Adds the time spent inside to one entry."""
+
+    def __init__(self, seconds: dict[str, float], name: str) -> None:
+        self._seconds, self._name, self._start = seconds, name, 0.0
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(self, *exc: object) -> None:
+        self._seconds[self._name] += time.perf_counter() - self._start

@@ -1,0 +1,190 @@
+"""Peers: what this agent knows of others, and its open paths to them.
+
+In come contact addresses; out come control clients, checked descriptions with layouts, and data channels that
+are kept for the next transfer. It knows no transfer.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from pdxfer.control import ControlClient
+from pdxfer.driver import PeerChannel
+from pdxfer.errors import DeadlineError, MisuseError, PeerError, StaleError, TransportError
+from pdxfer.layout import Layout
+from pdxfer.messages import PROTOCOL_VERSION, Describe, Description
+from pdxfer.transport import Transport
+
+__all__ = ["Layouts", "Peer", "Peers"]
+
+_LAYOUTS_MAX = 128
+_IDLE_CHANNELS_MAX = 64
+_CONNECT_S = 3.0
+_log = logging.getLogger("pdxfer.agent")
+
+
+class Layouts:
+    """Layouts of other workers by digest: content-addressed, bounded, so a stale entry can't exist."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[str, Layout] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def add(self, data: bytes) -> Layout:
+        """Parse, check and keep a peer's layout; raises MisuseError."""
+        layout = Layout.from_bytes(data)
+        with self._lock:
+            self._known[layout.digest] = layout
+            self._known.move_to_end(layout.digest)
+            while len(self._known) > _LAYOUTS_MAX:
+                self._known.popitem(last=False)
+        return layout
+
+    def get(self, digest: str) -> Layout | None:
+        """The layout, when it is known."""
+        with self._lock:
+            return self._known.get(digest)
+
+
+@dataclass(slots=True, kw_only=True)
+class Peer:
+    """One peer agent in one epoch."""
+
+    address: str
+    client: ControlClient
+    description: Description
+    layout: Layout
+
+
+class Peers:
+    """All peers of one agent. Thread-safe."""
+
+    def __init__(
+        self, hello: Callable[[str], Describe], layouts: Layouts, transports: Mapping[str, Transport], host: str
+    ) -> None:
+        self._hello, self._layouts, self._transports, self._host = hello, layouts, transports, host
+        self._clients: dict[str, ControlClient] = {}
+        self._peers: dict[str, Peer] = {}
+        self._idle: dict[tuple[str, bytes], list[PeerChannel]] = {}
+        self._lock = threading.Lock()
+        self.fallbacks: Counter[tuple[str, str]] = Counter()
+
+    def get(self, address: str, *, epoch: bytes | None, deadline_s: float) -> Peer:
+        """Return the peer at ``address``, introducing ourselves on first contact.
+
+        Args:
+            epoch: the epoch expected there, or None for any; another one is asked for afresh.
+            deadline_s: on the monotonic clock.
+
+        Raises:
+            StaleError: another epoch lives there now. PeerError: nobody answers, or it answers nonsense.
+        """
+        with self._lock:
+            peer = self._peers.get(address)
+        if peer is None or (epoch is not None and peer.description.epoch != epoch):
+            peer = self._introduce(address, deadline_s)
+        if epoch is not None and peer.description.epoch != epoch:
+            raise StaleError(f"the agent at {address} has restarted since the ticket was made", reason="EPOCH_CHANGED")
+        return peer
+
+    def _introduce(self, address: str, deadline_s: float) -> Peer:
+        with self._lock:
+            client = self._clients.get(address)
+            if client is None:
+                client = self._clients[address] = ControlClient(address)
+            known = self._peers.get(address)
+        digest = known.description.layout_digest if known else ""
+        found = client.describe(self._hello(digest), timeout_s=_time_left(deadline_s))
+        if found.protocol_version != PROTOCOL_VERSION:
+            raise PeerError(
+                f"{address} speaks protocol {found.protocol_version}, we speak {PROTOCOL_VERSION}",
+                reason="PROTOCOL_VERSION",
+            )
+        layout = self._layouts.get(found.layout_digest)
+        if found.layout:
+            layout = self._layouts.add(found.layout)
+        if layout is None or layout.digest != found.layout_digest:
+            raise PeerError(f"{address} named layout {found.layout_digest} but did not send it", reason="PROTOCOL")
+        peer = Peer(address=address, client=client, description=found, layout=layout)
+        with self._lock:
+            self._peers[address] = peer
+        return peer
+
+    def forget(self, address: str) -> None:
+        """Introduce ourselves anew next time."""
+        with self._lock:
+            self._peers.pop(address, None)
+
+    def lend(self, peer: Peer, deadline_s: float, *, fresh: bool = False) -> tuple[str, PeerChannel]:
+        """Return an address and a channel to it for one transfer: an idle one, or (``fresh``) a new one.
+
+        The first of our transports that both sides have is tried first; a slower one is taken with a warning.
+
+        Raises:
+            TransportError: none of the common transports connects. MisuseError: there is no common one.
+        """
+        failures: list[str] = []
+        for scheme, transport in self._transports.items():
+            for address in peer.description.transports:
+                if not address.startswith(f"{scheme}://") or (scheme == "shm" and peer.description.host != self._host):
+                    continue
+                idle = None if fresh else self._reuse(address, peer.description.epoch)
+                if idle is not None:
+                    return address, idle
+                try:
+                    channel = transport.connect(address, timeout_s=min(_CONNECT_S, _time_left(deadline_s)))
+                except (TransportError, DeadlineError) as error:
+                    failures.append(f"{address}: {error.message}")
+                    self.fallbacks[(scheme, error.reason)] += 1
+                    _log.warning("transport %s to %s failed, trying the next: %s", scheme, peer.address, error.message)
+                    continue
+                return address, PeerChannel(channel)
+        if failures:
+            raise TransportError(
+                f"no data path to {peer.address}: {'; '.join(failures)}",
+                hint="is the peer's process alive and its socket reachable?",
+            )
+        has = f"it has {peer.description.transports}, we have {sorted(self._transports)}"
+        raise MisuseError(f"no transport in common with {peer.address}: {has}")
+
+    def _reuse(self, address: str, epoch: bytes) -> PeerChannel | None:
+        with self._lock:
+            idle = self._idle.get((address, epoch), [])
+            while idle:
+                found = idle.pop()
+                if not found.channel.closed:
+                    found.uses += 1
+                    return found
+        return None
+
+    def give_back(self, peer: Peer, address: str, channel: PeerChannel) -> None:
+        """Keep a channel whose transfer ended well."""
+        with self._lock:
+            idle = self._idle.setdefault((address, peer.description.epoch), [])
+            if not channel.channel.closed and sum(map(len, self._idle.values())) < _IDLE_CHANNELS_MAX:
+                idle.append(channel)
+                return
+        channel.close()
+
+    def close(self) -> None:
+        """Close every idle channel and control client."""
+        with self._lock:
+            channels = [c for idle in self._idle.values() for c in idle]
+            clients = list(self._clients.values())
+            self._idle, self._clients, self._peers = {}, {}, {}
+        for channel in channels:
+            channel.close()
+        for client in clients:
+            client.close()
+
+
+def _time_left(deadline_s: float, cap_s: float = 5.0) -> float:
+    left_s = deadline_s - time.monotonic()
+    if left_s <= 0:
+        raise DeadlineError("out of time before the peer was asked")
+    return min(left_s, cap_s)

@@ -1,0 +1,173 @@
+"""The ticket: what a source worker hands out so that one target worker may fetch one transfer, once.
+
+In come the facts of an offer; out goes a short text that travels through routers and clients, none of whom
+is trusted. Each source rank seals its own part with a key that never leaves its process, so an edited,
+invented or outlived ticket is refused by the rank it is shown to. Addresses in a ticket are where the
+target connects: only show tickets from routers you run.
+
+::
+
+    Ticket ── transfer, worker, layout digest, token counts, tokens already sampled     the same for all ranks
+       └── RankTicket x ranks ── control address, epoch, generation, seal                one per source rank
+                                                                       seal = HMAC-SHA256 over everything left of it
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hmac
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgpack
+
+from pdxfer.errors import StaleError, TicketError
+
+__all__ = ["TICKET_VERSION", "RankTicket", "Ticket", "seal_rank", "unseal"]
+
+TICKET_VERSION = 1
+_MAX_TEXT = 64 << 10
+_MAX_RANKS = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankTicket:
+    """One source rank's part."""
+
+    rank: int
+    address: str
+    epoch: bytes
+    generation: int
+    seal: bytes = b""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ticket:
+    """A whole offer.
+
+    Attributes:
+        transfer: id of the transfer, unique while the source lives.
+        worker: the source worker; layout_digest: of its layout.
+        state_tokens: how many tokens S and Conv have seen (vLLM hands over N-1, transformers and SGLang N).
+        kv_tokens: tokens whose per-token rows are valid.
+        sampled: tokens that the source already sampled after the prompt.
+        ranks: one part per source rank, in rank order.
+    """
+
+    transfer: str
+    worker: str
+    layout_digest: str
+    state_tokens: int
+    kv_tokens: int
+    sampled: tuple[int, ...] = ()
+    ranks: tuple[RankTicket, ...] = ()
+
+    def encode(self) -> str:
+        """ASCII text (base64 of msgpack); ``decode`` is the inverse."""
+        ranks = [[r.rank, r.address, r.epoch, r.generation, r.seal] for r in self.ranks]
+        return base64.urlsafe_b64encode(msgpack.packb([TICKET_VERSION, *self._common(), ranks])).decode()
+
+    @classmethod
+    def decode(cls, text: str | bytes) -> Ticket:
+        """Parse a ticket; raises TicketError for anything that is not one."""
+        if len(text) > _MAX_TEXT:
+            raise TicketError(f"the ticket has {len(text)} characters; at most {_MAX_TEXT} are allowed")
+        try:
+            raw = base64.b64decode(text, altchars=b"-_", validate=True)
+            fields = msgpack.unpackb(raw, max_ext_len=0, max_map_len=0, max_array_len=_MAX_TEXT)
+            version, transfer, worker, digest, state_tokens, kv_tokens, sampled, ranks = fields
+        except (ValueError, TypeError, binascii.Error, msgpack.UnpackException) as error:
+            raise TicketError(f"not a ticket: {type(error).__name__}", hint="was it cut off on its way?") from error
+        if version != TICKET_VERSION:
+            raise TicketError(f"ticket version {version!r}; this pdxfer reads version {TICKET_VERSION}")
+        _expect([transfer, worker, digest], str)
+        _expect([state_tokens, kv_tokens, *_list(sampled)], int)
+        return cls(
+            transfer=transfer,
+            worker=worker,
+            layout_digest=digest,
+            state_tokens=state_tokens,
+            kv_tokens=kv_tokens,
+            sampled=tuple(sampled),
+            ranks=tuple(_rank(r) for r in _list(ranks)),
+        )
+
+    def rank(self, rank: int) -> RankTicket:
+        """The part of one source rank; raises TicketError when it is missing."""
+        for part in self.ranks:
+            if part.rank == rank:
+                return part
+        raise TicketError(f"the ticket of {self.transfer!r} has no part for source rank {rank}")
+
+    @classmethod
+    def join(cls, parts: Sequence[Ticket]) -> Ticket:
+        """Make one ticket of the source ranks' own; raises TicketError when they disagree."""
+        if not parts:
+            raise TicketError("there is no ticket to join")
+        for part in parts[1:]:
+            if part._common() != parts[0]._common():
+                raise TicketError(
+                    f"ranks disagree about transfer {parts[0].transfer!r}: {parts[0]._common()} and {part._common()}"
+                )
+        ranks = sorted((r for part in parts for r in part.ranks), key=lambda r: r.rank)
+        if [r.rank for r in ranks] != list(range(len(ranks))):
+            raise TicketError(f"the parts of {parts[0].transfer!r} are of ranks {[r.rank for r in ranks]}")
+        return replace(parts[0], ranks=tuple(ranks))
+
+    def _common(self) -> list[Any]:
+        return [self.transfer, self.worker, self.layout_digest, self.state_tokens, self.kv_tokens, list(self.sampled)]
+
+    def sealed_bytes(self, part: RankTicket) -> bytes:
+        """What a rank's seal covers."""
+        packed: bytes = msgpack.packb(
+            [TICKET_VERSION, *self._common(), part.rank, part.address, part.epoch, part.generation]
+        )
+        return packed
+
+
+def seal_rank(ticket: Ticket, part: RankTicket, key: bytes) -> Ticket:
+    """Return the ticket with ``part`` sealed under ``key`` as its only rank."""
+    if len(key) < 16:
+        raise TicketError("the ticket key is shorter than 16 bytes")
+    return replace(ticket, ranks=(replace(part, seal=hmac.digest(key, ticket.sealed_bytes(part), "sha256")),))
+
+
+def unseal(ticket: Ticket, rank: int, epoch: bytes, key: bytes) -> RankTicket:
+    """Return the part of ``rank`` when its seal is ours.
+
+    Raises:
+        StaleError: it was sealed in another life of this agent (the key of that epoch is gone).
+        TicketError: it was edited.
+    """
+    part = ticket.rank(rank)
+    if part.epoch != epoch:
+        raise StaleError(f"the ticket of {ticket.transfer!r} is of another epoch of this agent", reason="EPOCH_CHANGED")
+    if len(key) < 16 or not hmac.compare_digest(part.seal, hmac.digest(key, ticket.sealed_bytes(part), "sha256")):
+        hint = "it was edited on its way, or sealed by another agent"
+        raise TicketError(
+            f"the ticket of {ticket.transfer!r} does not carry this agent's seal for rank {rank}", hint=hint
+        )
+    return part
+
+
+def _rank(fields: Any) -> RankTicket:
+    rank, address, epoch, generation, seal = _list(fields, 5)
+    _expect([rank, generation], int)
+    _expect([epoch, seal], bytes)
+    _expect([address], str)
+    if len(epoch) != 16 or len(seal) != 32 or len(address) > 256:
+        raise TicketError("not a ticket: a rank's part is out of bounds")
+    return RankTicket(rank=rank, address=address, epoch=epoch, generation=generation, seal=seal)
+
+
+def _list(value: Any, n: int = -1) -> list[Any]:
+    if not isinstance(value, list) or len(value) > _MAX_RANKS or (n >= 0 and len(value) != n):
+        raise TicketError("not a ticket: a list is missing, too long or too short")
+    return value
+
+
+def _expect(values: Sequence[Any], kind: type) -> None:
+    if any(type(v) is not kind for v in values) or (kind is int and min(values, default=0) < 0):
+        raise TicketError(f"not a ticket: expected {kind.__name__} values")

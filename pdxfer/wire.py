@@ -1,0 +1,185 @@
+"""Wire: the small headers that travel on a data channel beside payloads, and the digests they carry.
+
+In come frames; out come bytes for a transport, and back. This file knows no layout and moves nothing.
+
+::
+
+    target                                   source
+      | Hello(session, digests)                |
+      |--------------------------------------->|   which transfer this channel now serves
+      |          Exported(region) ... Table(name, entries) ...      direct mode only
+      |<---------------------------------------|
+      | Want(chunks)            (the credit)   |
+      |--------------------------------------->|
+      |          Data(chunk, digests) + payload (none in direct mode)
+      |<---------------------------------------|
+      |   ...one Want for each chunk worked off|
+      | Done                                   |
+      |--------------------------------------->|   the channel is idle and may serve another transfer
+      |          Fail(reason, ...) instead of any answer
+
+Every frame names the session, so that a late one is known and dropped. A digest covers the segment's bytes
+and, through its seed, transfer, generation, chunk and position: a right segment in a wrong place is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import astuple, dataclass
+from typing import Any, ClassVar
+
+import msgpack
+import xxhash
+
+from pdxfer.errors import PeerError
+
+__all__ = [
+    "Data",
+    "Done",
+    "Exported",
+    "Fail",
+    "Frame",
+    "Hello",
+    "Table",
+    "Want",
+    "decode",
+    "digest",
+    "digest_seed",
+    "encode",
+]
+
+SESSION_BYTES = 16
+DIGEST_BYTES = 16
+TABLE_ENTRIES_MAX = 8192
+_MAX_HEADER = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """Target: this channel now serves ``session``; ``digests`` asks for them."""
+
+    kind: ClassVar[int] = 1
+    session: bytes
+    digests: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """Source: the message carries region ``region`` of the source rank; -1 says that all have been sent."""
+
+    kind: ClassVar[int] = 2
+    session: bytes
+    region: int
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Source: entries of one page table from ``start`` on, int64 little-endian, of ``total``."""
+
+    kind: ClassVar[int] = 3
+    session: bytes
+    name: str
+    start: int
+    total: int
+    entries: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """Target: credit for these chunks."""
+
+    kind: ClassVar[int] = 4
+    session: bytes
+    chunks: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """Source: one chunk, with one digest per segment (none if not asked for) and the seconds they took."""
+
+    kind: ClassVar[int] = 5
+    session: bytes
+    chunk: int
+    digests: list[bytes]
+    pack_s: float
+    digest_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """Target: nothing more is wanted; all payloads have been released."""
+
+    kind: ClassVar[int] = 6
+    session: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """Source: this session ends; ``error`` is the class name of a PdxferError."""
+
+    kind: ClassVar[int] = 7
+    session: bytes
+    error: str
+    reason: str
+    message: str
+
+
+Frame = Hello | Exported | Table | Want | Data | Done | Fail
+
+# Field checks beside the types: what a field may be at most, before anyone acts on it.
+_CHECKS: dict[type, tuple[Callable[[Any], bool], ...]] = {
+    Hello: (lambda f: type(f.digests) is bool,),
+    Exported: (lambda f: type(f.region) is int and -1 <= f.region < 1 << 20,),
+    Table: (
+        lambda f: isinstance(f.name, str) and len(f.name) <= 256 and isinstance(f.entries, bytes),
+        lambda f: type(f.start) is type(f.total) is int and 0 <= f.start <= f.total <= 1 << 24,
+        lambda f: len(f.entries) % 8 == 0 and f.start + len(f.entries) // 8 <= f.total,
+    ),
+    Want: (
+        lambda f: (
+            isinstance(f.chunks, list) and len(f.chunks) <= 64 and all(type(c) is int and c >= 0 for c in f.chunks)
+        ),
+    ),
+    Data: (
+        lambda f: type(f.chunk) is int and isinstance(f.pack_s, float) and isinstance(f.digest_s, float),
+        lambda f: (
+            isinstance(f.digests, list) and all(isinstance(d, bytes) and len(d) == DIGEST_BYTES for d in f.digests)
+        ),
+    ),
+    Done: (),
+    Fail: (lambda f: all(isinstance(t, str) and len(t) <= 4096 for t in (f.error, f.reason, f.message)),),
+}
+_BY_KIND = {frame.kind: frame for frame in (Hello, Exported, Table, Want, Data, Done, Fail)}
+
+
+def encode(frame: Frame) -> bytes:
+    """Header bytes of a frame."""
+    packed: bytes = msgpack.packb([frame.kind, *astuple(frame)])
+    return packed
+
+
+def decode(header: bytes) -> Frame:
+    """Parse a header from a peer; raises PeerError for anything that is not a frame of this protocol."""
+    if len(header) > _MAX_HEADER:
+        raise PeerError(f"a header of {len(header)} bytes came; at most {_MAX_HEADER} are allowed", reason="PROTOCOL")
+    try:
+        kind, *fields = msgpack.unpackb(header, max_ext_len=0, max_map_len=0, max_array_len=8192)
+        frame: Frame = _BY_KIND[kind](*fields)
+    except Exception as error:  # msgpack and a wrong shape raise many kinds; all mean the same here
+        raise PeerError(
+            f"a header is not a frame of this protocol: {type(error).__name__}", reason="PROTOCOL"
+        ) from error
+    session_fits = isinstance(frame.session, bytes) and len(frame.session) == SESSION_BYTES
+    if not session_fits or not all(check(frame) for check in _CHECKS[type(frame)]):
+        raise PeerError(f"a {type(frame).__name__} frame has a field out of bounds", reason="PROTOCOL")
+    return frame
+
+
+def digest_seed(transfer: str, generation: int, source: int, target: int, chunk: int, segment: int) -> int:
+    """Seed (64 bit) that binds a digest to its place: transfer, generation, rank pair, chunk and segment."""
+    return xxhash.xxh3_64_intdigest(msgpack.packb([transfer, generation, source, target, chunk, segment]))
+
+
+def digest(data: Any, seed: int) -> bytes:
+    """XXH3-128 of a buffer: finds accidents, not attackers."""
+    return xxhash.xxh3_128_digest(data, seed)

@@ -377,7 +377,10 @@ class _RankBuilder:
         for axis in component.axes:
             start, stop = 0, axis.extent
             if axis.name == rule.axis:
-                start, stop = rule.interval(axis.extent, self.tp, self.parallel.tp)
+                try:
+                    start, stop = rule.interval(axis.extent, self.tp, self.parallel.tp)
+                except MisuseError as error:
+                    raise MisuseError(f"{component.name}: {error.message}", hint=_TP_HINT) from None
             starts.append(start)
             stops.append(stop)
         return Box(tuple(starts), tuple(stops))
@@ -411,6 +414,9 @@ class _RankBuilder:
                 accepts=self.storage.accepts if piece.component.name == "S" else (),
             )
             self.holdings.append(held)
+
+
+_TP_HINT = "choose a TP size that divides it (spec.tp_sizes lists them), or override the component's ownership"
 
 
 def _table(tensor: _Tensor) -> str:

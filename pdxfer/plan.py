@@ -324,7 +324,7 @@ def prove(plan: Plan) -> None:
         _prove_ends(plan, item)
         if item.relay and (item.source, *_what(item)) not in received:
             raise InternalError(
-                f"{item.component}: target rank {item.source} relays {item.box}, stripe {item.stripe}, that it does not receive"
+                f"{item.component}: target rank {item.source} relays {item.box} (stripe {item.stripe}) without receiving it"
             )
         by_holding[(item.target, item.target_holding)].append(item)
     for rank in plan.target.ranks:

@@ -323,9 +323,8 @@ def prove(plan: Plan) -> None:
     for item in plan.items:
         _prove_ends(plan, item)
         if item.relay and (item.source, *_what(item)) not in received:
-            raise InternalError(
-                f"{item.component}: target rank {item.source} relays {item.box} (stripe {item.stripe}) without receiving it"
-            )
+            what = f"{item.box}, stripe {item.stripe}"
+            raise InternalError(f"{item.component}: target rank {item.source} relays {what} without receiving it")
         by_holding[(item.target, item.target_holding)].append(item)
     for rank in plan.target.ranks:
         for index, holding in enumerate(rank.holdings):

@@ -36,15 +36,21 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from types import TracebackType
 from typing import Any, ClassVar, TypeVar
 
 import msgpack
-import numpy as np
-from numpy.typing import NDArray
 
 from pdxfer.errors import DeadlineError, ExhaustedError, MisuseError, TransportError
+from pdxfer.transport.runs import (
+    MAX_REGION_BYTES,
+    Runs,
+    anonymous_memory,
+    check_nbytes,
+    check_runs,
+    copy_runs,
+    writable_view,
+)
 
 __all__ = [
     "MAX_HEADER_BYTES",
@@ -62,19 +68,12 @@ __all__ = [
     "Region",
     "RegionDescriptor",
     "RemoteRegion",
-    "Runs",
     "Sending",
     "Transport",
-    "anonymous_memory",
-    "byte_view",
     "check_header",
-    "check_nbytes",
-    "check_runs",
-    "copy_runs",
     "format_address",
     "parse_address",
     "parse_fields",
-    "writable_view",
 ]
 
 #: A header is small by contract: what is big belongs into the payload.
@@ -83,11 +82,7 @@ MAX_NAME_CHARS = 256
 #: Messages that every transport lets a sender have underway (sent, not yet released by the receiver).
 WINDOW_MESSAGES = 32
 
-_MAX_REGION_BYTES = 1 << 47  # user address space of x86-64 and arm64
 _Self = TypeVar("_Self", bound="Closable")
-
-Runs = NDArray[np.int64]
-
 
 # -- addresses -----------------------------------------------------------------------------------
 
@@ -129,7 +124,7 @@ def format_address(address: Address) -> str:
     return f"{address.scheme}://{address.location}"
 
 
-# -- deadlines and arguments ---------------------------------------------------------------------
+# -- deadlines and headers ---------------------------------------------------------------------
 
 
 class Deadline:
@@ -156,17 +151,6 @@ class Deadline:
             raise DeadlineError(f"gave up waiting for {waited_for}")
 
 
-def byte_view(buffer: Any, what: str) -> memoryview:
-    """Return ``buffer`` as a flat memoryview of bytes; raises MisuseError when it isn't contiguous memory."""
-    try:
-        view = memoryview(buffer)
-        return view if view.format == "B" and view.ndim == 1 and view.c_contiguous else view.cast("B")
-    except (TypeError, ValueError, BufferError) as error:
-        raise MisuseError(
-            f"{what} is not contiguous memory: {error}", hint="pass a C-contiguous buffer of bytes"
-        ) from error
-
-
 def check_header(header: bytes) -> bytes:
     """Return ``header``; raises MisuseError when it isn't bytes or is over MAX_HEADER_BYTES."""
     if not isinstance(header, bytes):
@@ -176,87 +160,6 @@ def check_header(header: bytes) -> bytes:
             f"the header has {len(header)} bytes; at most {MAX_HEADER_BYTES} are allowed", hint="send it as payload"
         )
     return header
-
-
-def writable_view(buffer: Any, what: str) -> memoryview:
-    """Return ``buffer`` as flat writable bytes; raises MisuseError when it is read-only, empty or scattered."""
-    view = byte_view(buffer, what)
-    if view.readonly:
-        raise MisuseError(f"{what} is read-only memory")
-    check_nbytes(view.nbytes, what)
-    return view
-
-
-def check_nbytes(nbytes: int, what: str) -> int:
-    """Return ``nbytes``; raises MisuseError when it can't be the size of a region."""
-    if not isinstance(nbytes, int) or not 1 <= nbytes <= _MAX_REGION_BYTES:
-        raise MisuseError(f"{what} must have 1 to {_MAX_REGION_BYTES} bytes, not {nbytes!r}")
-    return nbytes
-
-
-def anonymous_memory(nbytes: int) -> memoryview:
-    """Return page-aligned, zeroed, private memory; it goes back to the system with the last view of it."""
-    return memoryview(mmap(-1, nbytes, flags=MAP_PRIVATE | MAP_ANONYMOUS))
-
-
-# -- runs ----------------------------------------------------------------------------------------
-
-
-def check_runs(
-    target: memoryview, source_nbytes: int, target_offsets: Runs, source_offsets: Runs, lengths: Runs
-) -> tuple[memoryview, Runs, Runs, Runs]:
-    """Check a list of copies against both ends and return it merged: neighbours at both ends become one run.
-
-    ::
-
-        source  |..[aaaa][bbbb]......[cc]..|     run i: source[s_i, s_i + n_i) -> target[t_i, t_i + n_i)
-        target  |[aaaa][bbbb][cc]..........|     a and b are adjacent at both ends: one run
-
-    Raises:
-        MisuseError: target not writable, arrays not one-dimensional int64 of one length, or a run that is
-            negative or leaves either end. Nothing was copied.
-    """
-    view = byte_view(target, "target")
-    if view.readonly:
-        raise MisuseError("target is read-only memory")
-    arrays = (target_offsets, source_offsets, lengths)
-    if any(
-        not isinstance(a, np.ndarray) or a.dtype != np.int64 or a.ndim != 1 or len(a) != len(lengths) for a in arrays
-    ):
-        raise MisuseError(
-            "target_offsets, source_offsets and lengths must be one-dimensional int64 arrays of one length"
-        )
-    for offsets, nbytes, end in ((target_offsets, view.nbytes, "target"), (source_offsets, source_nbytes, "source")):
-        # Compared as offset > size - length, which can't overflow once length lies in [0, size].
-        bad = (lengths < 0) | (lengths > nbytes) | (offsets < 0)
-        bad |= offsets > nbytes - np.where(bad, 0, lengths)
-        if bad.any():
-            i = int(np.argmax(bad))
-            raise MisuseError(
-                f"run {i} of {int(lengths[i])} bytes at {int(offsets[i])} leaves the {end} of {nbytes} bytes"
-            )
-    return view, *_merge(target_offsets, source_offsets, lengths)
-
-
-def _merge(target_offsets: Runs, source_offsets: Runs, lengths: Runs) -> tuple[Runs, Runs, Runs]:
-    keep = lengths > 0
-    if not keep.all():
-        target_offsets, source_offsets, lengths = target_offsets[keep], source_offsets[keep], lengths[keep]
-    if len(lengths) < 2:
-        return target_offsets, source_offsets, lengths
-    follows = target_offsets[1:] == target_offsets[:-1] + lengths[:-1]
-    follows &= source_offsets[1:] == source_offsets[:-1] + lengths[:-1]
-    if not follows.any():
-        return target_offsets, source_offsets, lengths
-    starts = np.concatenate(([0], np.flatnonzero(~follows) + 1))
-    return target_offsets[starts], source_offsets[starts], np.add.reduceat(lengths, starts)
-
-
-def copy_runs(target: memoryview, source: memoryview, target_offsets: Runs, source_offsets: Runs, lengths: Runs) -> int:
-    """Copy checked runs between two memories of this process; returns the bytes copied."""
-    for t, s, n in zip(target_offsets.tolist(), source_offsets.tolist(), lengths.tolist(), strict=True):
-        target[t : t + n] = source[s : s + n]
-    return int(lengths.sum())
 
 
 # -- what a peer says ----------------------------------------------------------------------------
@@ -301,7 +204,7 @@ class RegionDescriptor:
         if len(self.name) > MAX_NAME_CHARS or not 1 <= len(self.scheme) <= 32:
             raise MisuseError(f"region name has {len(self.name)} characters; at most {MAX_NAME_CHARS} are allowed")
         check_nbytes(self.nbytes, f"region {self.name!r}")
-        if not 0 <= self.region_id < 1 << 63 or not 0 <= self.address <= _MAX_REGION_BYTES - self.nbytes:
+        if not 0 <= self.region_id < 1 << 63 or not 0 <= self.address <= MAX_REGION_BYTES - self.nbytes:
             raise MisuseError(f"region {self.name!r}: id or address is out of bounds")
 
     def to_bytes(self) -> bytes:
@@ -331,7 +234,7 @@ class Closable(ABC):
     def close(self) -> None:
         """End it; does nothing the second time, never raises."""
 
-    def __enter__(self: _Self) -> _Self:  # noqa: PYI019 - typing.Self came with 3.11
+    def __enter__(self: _Self) -> _Self:
         return self
 
     def __exit__(

@@ -28,11 +28,11 @@ from pdxfer.transport.base import (
     Message,
     Region,
     Sending,
-    byte_view,
     check_header,
     format_address,
     parse_address,
 )
+from pdxfer.transport.runs import byte_view
 
 __all__ = ["MemoryTransport"]
 

@@ -1,0 +1,221 @@
+"""A transport that misbehaves on purpose, the same way every time.
+
+In come any Transport and a plan of faults; out goes a Transport that obeys the contract except where the plan
+says otherwise. Faults hit what is *received* (give it to the target side), counted per channel from 0, so that they
+don't depend on how threads interleave::
+
+    with FaultyTransport(create_transport("shm"), FaultPlan.of(Fault(kind="corrupt", at=2))) as transport:
+        ...  # the third payload of every channel has one flipped byte
+
+``fired`` lists what was injected: assert on it, or a test may pass because nothing happened.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from pdxfer.errors import DeadlineError, MisuseError, TransportError
+from pdxfer.transport.base import Channel, Deadline, Listener, Message, Region, RemoteRegion, Sending, Transport
+from pdxfer.transport.runs import Runs, byte_view
+
+__all__ = ["Fault", "FaultPlan", "FaultyTransport"]
+
+Kind = Literal["delay", "drop", "truncate", "corrupt", "disconnect"]
+Place = Literal["message", "payload", "read"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One fault.
+
+    Attributes:
+        kind: ``delay`` waits ``delay_s``; ``drop`` swallows the message (its sender sees it released); ``truncate``
+            cuts the payload to half; ``corrupt`` flips one bit of one byte; ``disconnect`` closes the channel.
+        at: hits the at-th of what ``on`` counts, on every channel.
+        on: ``message`` counts all messages, ``payload`` those with one, ``read`` the calls of ``read_runs``.
+        delay_s: seconds, for ``delay``.
+    """
+
+    kind: Kind
+    at: int
+    on: Place = "payload"
+    delay_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.at < 0 or (self.kind == "delay") != (self.delay_s > 0):
+            raise MisuseError(f"{self.kind} at {self.at} with delay_s {self.delay_s} makes no sense")
+        if self.on == "read" and self.kind in ("drop", "truncate"):
+            raise MisuseError(f"a read can't be hit by {self.kind}", hint="use corrupt, delay or disconnect")
+        if self.on == "message" and self.kind in ("truncate", "corrupt"):
+            raise MisuseError(f"{self.kind} needs a payload", hint='use on="payload"')
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultPlan:
+    """Faults, and the seed that chooses which byte a ``corrupt`` flips."""
+
+    faults: tuple[Fault, ...]
+    seed: int = 0
+
+    @classmethod
+    def of(cls, *faults: Fault, seed: int = 0) -> FaultPlan:
+        """Return a plan of exactly these."""
+        return cls(faults=faults, seed=seed)
+
+    @classmethod
+    def random(cls, seed: int, *, among: int, count: int = 1, kinds: Iterable[Kind] = ("drop", "corrupt")) -> FaultPlan:
+        """Return ``count`` faults on different payloads among the first ``among``; equal seeds, equal plans."""
+        chosen, choice = tuple(kinds), random.Random(seed)  # noqa: S311 - to be repeated, not to be secret
+        places = choice.sample(range(among), count)
+        made = [Fault(kind=k, at=at, delay_s=0.02 * (k == "delay")) for at in places for k in [choice.choice(chosen)]]
+        return cls(faults=tuple(made), seed=seed)
+
+
+class FaultyTransport(Transport):
+    """See the module. Takes over ``inner``: closing this closes that.
+
+    Attributes:
+        fired: the faults injected so far, in order.
+    """
+
+    def __init__(self, inner: Transport, plan: FaultPlan) -> None:
+        super().__init__()
+        vars(self).update(scheme=inner.scheme, can_export=inner.can_export)
+        self._inner, self.plan = inner, plan
+        self.fired: list[Fault] = []
+
+    def listen(self, address: str = "") -> Listener:
+        """Listen; accepted channels are faulty."""
+        return _FaultyListener(self, self._inner.listen(address))
+
+    def connect(self, address: str, *, timeout_s: float) -> Channel:
+        """Connect; the channel is faulty."""
+        return _FaultyChannel(self, self._inner.connect(address, timeout_s=timeout_s))
+
+    def allocate(self, nbytes: int, name: str = "") -> Region:
+        """Allocate."""
+        return self._inner.allocate(nbytes, name)
+
+    def register(self, buffer: Any, name: str = "") -> Region:
+        """Register."""
+        return self._inner.register(buffer, name)
+
+    def close(self) -> None:
+        """Close the inner transport."""
+        self._inner.close()
+
+
+class _FaultyListener(Listener):
+    def __init__(self, transport: FaultyTransport, inner: Listener) -> None:
+        self._transport, self._inner = transport, inner
+
+    @property
+    def contact_address(self) -> str:
+        return self._inner.contact_address
+
+    def accept(self, timeout_s: float) -> Channel:
+        return _FaultyChannel(self._transport, self._inner.accept(timeout_s))
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class _FaultyChannel(Channel):
+    def __init__(self, transport: FaultyTransport, inner: Channel) -> None:
+        self._transport, self._inner = transport, inner
+        self._counts: dict[Place, int] = {"message": 0, "payload": 0, "read": 0}
+        self._random = random.Random(transport.plan.seed)  # noqa: S311 - as above
+        self._ended = threading.Event()
+
+    @property
+    def closed(self) -> bool:
+        return self._inner.closed
+
+    def send_all(self, header: bytes, payload: memoryview | None = None, *, timeout_s: float) -> Sending:
+        return self._inner.send_all(header, payload, timeout_s=timeout_s)
+
+    def export_region(self, region: Region, header: bytes, *, timeout_s: float) -> None:
+        self._inner.export_region(region, header, timeout_s=timeout_s)
+
+    def close(self) -> None:
+        self._ended.set()
+        self._inner.close()
+
+    def receive(self, *, timeout_s: float) -> Message:
+        deadline = Deadline(timeout_s)
+        while True:
+            message: Message | None = self._inner.receive(timeout_s=deadline.left_s())
+            assert message is not None
+            if message.region is not None:
+                message.region = _FaultyRemoteRegion(self, message.region)
+            for fault in self.due("message") + (self.due("payload") if message.payload.nbytes else []):
+                message = self._hit(message, fault) if message is not None else None
+            if message is not None:
+                return message
+            if deadline.left_s() == 0:
+                raise DeadlineError("no message came in time (one was dropped on purpose)")
+
+    def due(self, place: Place) -> list[Fault]:
+        """Count one more of ``place`` and return the faults that hit it."""
+        index = self._counts[place]
+        self._counts[place] += 1
+        due = [f for f in self._transport.plan.faults if f.on == place and f.at == index]
+        self._transport.fired.extend(due)
+        return due
+
+    def _hit(self, message: Message, fault: Fault) -> Message | None:
+        if fault.kind == "drop":
+            message.release()
+            return None
+        if fault.kind in ("delay", "disconnect"):
+            self.stall_or_break(fault)
+            return message
+        damaged = bytearray(message.payload)
+        if fault.kind == "truncate":
+            del damaged[len(damaged) // 2 :]
+        else:
+            self.flip(memoryview(damaged))
+        return Message(message.header, memoryview(damaged), region=message.region, on_release=message.release)
+
+    def stall_or_break(self, fault: Fault) -> None:
+        """Wait (until the delay is over or the channel closed) or close the channel and raise."""
+        if fault.kind == "delay":
+            self._ended.wait(fault.delay_s)
+        elif fault.kind == "disconnect":
+            self.close()
+            raise TransportError("the channel was disconnected on purpose")
+
+    def flip(self, memory: memoryview) -> None:
+        """Flip one bit, chosen by the plan's seed."""
+        memory[self._random.randrange(memory.nbytes)] ^= 1 << self._random.randrange(8)
+
+
+class _FaultyRemoteRegion(RemoteRegion):
+    def __init__(self, channel: _FaultyChannel, inner: RemoteRegion) -> None:
+        super().__init__(inner.descriptor)
+        self._channel, self._inner = channel, inner
+
+    @property
+    def view(self) -> None:
+        """None, so that every access is a read that can be hit."""
+
+    def read_runs(self, target: memoryview, target_offsets: Runs, source_offsets: Runs, lengths: Runs) -> int:
+        faults = self._channel.due("read")
+        for fault in faults:
+            self._channel.stall_or_break(fault)
+        nbytes = self._inner.read_runs(target, target_offsets, source_offsets, lengths)
+        for fault in faults:
+            if fault.kind == "corrupt" and nbytes:
+                run = int(np.argmax(lengths))
+                start = int(target_offsets[run])
+                self._channel.flip(byte_view(target, "target")[start : start + int(lengths[run])])
+        return nbytes
+
+    def close(self) -> None:
+        self._inner.close()

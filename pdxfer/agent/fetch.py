@@ -35,7 +35,7 @@ from pdxfer.errors import (
     TransportError,
 )
 from pdxfer.messages import Abort, Complete, Mode, Open, Opened, Renew
-from pdxfer.packing import EdgeProgram, RequestShape, Side
+from pdxfer.packing import EdgeProgram, RequestShape
 from pdxfer.plan import Edge, Plan, make_plan
 from pdxfer.ticket import Ticket
 from pdxfer.transfer import TARGET, Cancel, Event, Hold, Offer, State
@@ -86,9 +86,10 @@ class Fetch:
         self.shape = RequestShape(
             kv_tokens=ticket.kv_tokens, first_token=min(first_token, ticket.kv_tokens), state_tokens=ticket.state_tokens
         )
-        self.side = Side(agent.layout.ranks[agent.config.rank], agent.buffers, tables)
-        self.side.check(agent.layout.spec, self.shape, exclusive=True)
-        self.hold: Hold = agent.ledger.open(ticket.transfer, agent.units(self.side), TARGET)
+        self.side = agent.memory.side(tables)
+        self.side.check(agent.memory.layout.spec, self.shape, exclusive=True)
+        self.ledger = agent.memory.ledger
+        self.hold: Hold = self.ledger.open(ticket.transfer, agent.memory.units(self.side), TARGET)
         self._cancel = Cancel()
         self._done = threading.Event()
         self._result: Received | None = None
@@ -129,7 +130,7 @@ class Fetch:
             assert error is not None
             raise error
         if self.hold.state is State.READY:
-            self.agent.ledger.fire(self.hold, Event.TAKE)
+            self.ledger.fire(self.hold, Event.TAKE)
         return self._result
 
     # -- the fetch thread ----------------------------------------------------------------------------
@@ -138,17 +139,17 @@ class Fetch:
         threads: list[threading.Thread] = []
         try:
             plan, peers = self._prepare()
-            self.agent.ledger.fire(self.hold, Event.POST)
+            self.ledger.fire(self.hold, Event.POST)
             self._move(plan, peers, threads)
-            self.agent.ledger.fire(self.hold, Event.ALL_IN)
+            self.ledger.fire(self.hold, Event.ALL_IN)
             self._await_readers()
             self._cancel.check()
             self._seconds["total"] = time.perf_counter() - self._started_s
             self._result = Received(
                 ticket=self.ticket, edges=tuple(self._stats), seconds=self._seconds, plan=plan, _release=self._release
             )  # fmt: skip
-            self.agent.ledger.fire(self.hold, Event.VERIFIED)
-            self.agent.counters["fetched"] += 1
+            self.ledger.fire(self.hold, Event.VERIFIED)
+            self.agent.fetched["fetched"] += 1
         except Exception as error:  # noqa: BLE001 - whatever happened, the pages must be put back and the engine told
             self._result = None
             self._fail(error, threads)
@@ -166,7 +167,7 @@ class Fetch:
                 f"{ticket.transfer}: the source's layout is not the ticket's any more", reason="LAYOUT_CHANGED"
             )
         with self._timed("plan"):
-            plan = make_plan(source, agent.layout)
+            plan = make_plan(source, agent.memory.layout)
             plan.digest  # noqa: B018 - computed once here, so that it counts as planning
         peers: dict[int, Peer] = {}
         with self._timed("negotiate"):
@@ -183,10 +184,7 @@ class Fetch:
         me = self.agent.config.rank
         relays = plan.sources(me, relay=True)
         if plan.readers(me, relay=True):
-            encoded = self.ticket.encode().encode()
-            self._relay = self.agent.offer_relay(
-                self.ticket.transfer, encoded, self.side, self.shape, self.hold.generation, plan
-            )
+            self._relay = self.agent.source.offer_relay(self.ticket, self.side, self.shape, self.hold.generation, plan)
         if missing := [r for r in relays if r not in self.agent.siblings]:
             raise MisuseError(
                 f"fan-out needs the control addresses of sibling ranks {missing}",
@@ -198,7 +196,7 @@ class Fetch:
         siblings = [self._spawn(threads, plan, Edge(rank, me, True), partial(self._sibling, rank)) for rank in relays]
         self._join(network)
         if self._relay is not None:
-            self.agent.relay_ready(self.ticket.transfer)
+            self.agent.source.relay_ready(self.ticket.transfer)
         self._join(siblings)
 
     def _sibling(self, rank: int) -> Peer:
@@ -267,7 +265,7 @@ class Fetch:
         message = Open(
             transfer=self.ticket.transfer, ticket=self.ticket.encode().encode(), epoch=self.agent.epoch,
             source_epoch=peer.description.epoch, target_worker=config.worker, target_rank=config.rank,
-            layout_digest=self.agent.layout.digest, plan_digest=plan.digest, first_token=self.shape.first_token,
+            layout_digest=self.agent.memory.layout.digest, plan_digest=plan.digest, first_token=self.shape.first_token,
             relay=edge.relay, transport=address, mode=Mode.PACKED if config.mode == "packed" else Mode.DIRECT,
             chunk_bytes=config.chunk_bytes,
         )  # fmt: skip
@@ -340,7 +338,7 @@ class Fetch:
                 raise DeadlineError(f"{self.ticket.transfer}: a sibling did not read its share in time")
             self._cancel.wait(0.0005)
         if relay is not None:
-            self.agent.end_relay(self.ticket.transfer, "completed")
+            self.agent.source.end_relay(self.ticket.transfer, "completed")
 
     # -- the end ---------------------------------------------------------------------------------------
 
@@ -350,20 +348,19 @@ class Fetch:
         if not isinstance(first, PdxferError):
             self._cancel.error = InternalError(f"{self.ticket.transfer}: {type(first).__name__}: {first}")
             self._cancel.error.__cause__ = first
-        ledger = self.agent.ledger
-        ledger.fire(self.hold, Event.GIVE_UP)
-        self.agent.counters[f"fetch_failed_{getattr(first, 'reason', 'INTERNAL')}"] += 1
+        self.ledger.fire(self.hold, Event.GIVE_UP)
+        self.agent.fetched[f"fetch_failed_{getattr(first, 'reason', 'INTERNAL')}"] += 1
         _log.warning("transfer %s failed: %s", self.ticket.transfer, first)
         self._abort_sources(str(getattr(first, "reason", "INTERNAL")))
         until_s = time.monotonic() + _JOIN_S
         for thread in threads:
             thread.join(timeout=max(0.0, until_s - time.monotonic()))
-        relay_quiet = self._relay is None or self.agent.end_relay(self.ticket.transfer, f"aborted: {first}")
+        relay_quiet = self._relay is None or self.agent.source.end_relay(self.ticket.transfer, f"aborted: {first}")
         while not relay_quiet and time.monotonic() < until_s:
             time.sleep(0.001)
-            relay_quiet = self.agent.end_relay(self.ticket.transfer, "aborted")
+            relay_quiet = self.agent.source.end_relay(self.ticket.transfer, "aborted")
         if relay_quiet and not any(t.is_alive() for t in threads):
-            ledger.fire(self.hold, Event.QUIET)
+            self.ledger.fire(self.hold, Event.QUIET)
         else:
             _log.error("transfer %s: a thread may still write; its pages stay quarantined", self.ticket.transfer)
 
@@ -386,7 +383,7 @@ class Fetch:
         return _Timed(self._seconds, name)
 
     def _release(self) -> None:
-        self.agent.ledger.fire(self.hold, Event.RELEASE)
+        self.ledger.fire(self.hold, Event.RELEASE)
 
 
 def _same(peer: Peer) -> Peer:

@@ -8,20 +8,17 @@ them all in ``close``. Engines never see a peer, a channel or a plan.
 
     engine ──offer──▶ Agent ◀──Describe, Open, Renew, Complete, Abort──▶ Agent ◀──fetch── engine
               ticket   │  └─ data listeners, one thread per channel ───────┘ │
-                       └─ ledger, leases (a sweeper thread)                  └─ ledger, one thread per edge
+                       └─ source.py: leases, sessions                        └─ fetch.py: a thread per edge
 """
 
 from __future__ import annotations
 
-import hmac
-import logging
 import os
 import secrets
 import shutil
 import tempfile
 import threading
-import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,18 +26,10 @@ from typing import Any
 from pdxfer.agent.arena import Arena
 from pdxfer.agent.fetch import Fetch, Received
 from pdxfer.agent.peers import Layouts, Peers
+from pdxfer.agent.source import OnEnd, Source
 from pdxfer.control import ControlServer
-from pdxfer.driver import SourceSession, serve_channel
-from pdxfer.errors import (
-    DeadlineError,
-    ExhaustedError,
-    IncompatibleError,
-    MisuseError,
-    PdxferError,
-    StaleError,
-    TicketError,
-    TransportError,
-)
+from pdxfer.driver import serve_channel
+from pdxfer.errors import DeadlineError, IncompatibleError, MisuseError, StaleError, TransportError
 from pdxfer.layout import Layout, RankLayout
 from pdxfer.messages import (
     PROTOCOL_VERSION,
@@ -50,24 +39,20 @@ from pdxfer.messages import (
     ControlHandler,
     Describe,
     Description,
-    Mode,
     Open,
     Opened,
     Renew,
     Renewed,
 )
-from pdxfer.packing import EdgeProgram, RequestShape, Side
-from pdxfer.plan import Edge, Plan, make_plan
-from pdxfer.ticket import RankTicket, Ticket, seal_rank, unseal
-from pdxfer.transfer import SOURCE, Event, Hold, Ledger, Offer, State
+from pdxfer.packing import RequestShape, Side
+from pdxfer.ticket import Ticket
+from pdxfer.transfer import Ledger
 from pdxfer.transport import Listener, Region, Transport, create_transport
 
-__all__ = ["Agent", "AgentConfig"]
+__all__ = ["Agent", "AgentConfig", "Memory"]
 
-_ENDED_MAX = 4096
 _SWEEP_S = 0.05
-_RELAY_WAIT_S = 0.02
-_log = logging.getLogger("pdxfer.agent")
+_JOIN_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,19 +96,51 @@ class AgentConfig:
             raise MisuseError(f"window, lease_s and stall_s must be positive: {self}")
 
 
-@dataclass(slots=True, kw_only=True)
-class _Record:
-    """One transfer that others read from us: an engine's offer, or our part of a fan-out."""
+class Memory:
+    """One rank's layout with its memory: regions, the ledger of their pages, and staging. Thread-safe.
 
-    offer: Offer
-    side: Side
-    shape: RequestShape
-    ticket: Ticket | None = None
-    ticket_bytes: bytes = b""
-    hold: Hold | None = None
-    on_end: Callable[[str, str], None] | None = None
-    ready: threading.Event | None = None
-    sessions: dict[bytes, SourceSession] = field(default_factory=dict)
+    ``regions`` holds those that a peer may read directly, by index; ``buffers`` all, as packing wants them.
+    """
+
+    def __init__(
+        self, config: AgentConfig, transports: Mapping[str, Transport], layout: Layout, regions: Sequence[Any]
+    ) -> None:
+        self.config, self.transports, self.layout = config, transports, layout
+        self.rank = layout.ranks[config.rank]
+        if len(regions) != len(self.rank.regions):
+            raise MisuseError(f"rank {config.rank} has {len(self.rank.regions)} regions, got {len(regions)}")
+        exporter = next((t for t in transports.values() if t.can_export), None)
+        shared = [_as_region(r, s.name, exporter) for r, s in zip(regions, self.rank.regions, strict=True)]
+        self.regions = {i: region for i, region in enumerate(shared) if isinstance(region, Region)}
+        self.buffers = [r.view if isinstance(r, Region) else r for r in shared]
+        self._pools = self.rank.pools()
+        self.ledger = Ledger({pool: self.rank.tables()[table].pages for table, pool in self._pools.items()})
+        self._arenas: dict[str, Arena] = {}
+        self._lock = threading.Lock()
+
+    def side(self, tables: Mapping[str, Sequence[int]]) -> Side:
+        """Our memory with one request's page tables."""
+        return Side(self.rank, self.buffers, tables)
+
+    def units(self, side: Side) -> list[tuple[str, int]]:
+        """(pool, page) pairs that a request's tables name."""
+        return [
+            (self._pools[n], int(p)) for n, table in side.tables.items() if n in self._pools for p in table if p >= 0
+        ]
+
+    def arena(self, scheme: str) -> Arena:
+        """The staging arena of a transport; made on first use."""
+        with self._lock:
+            if scheme not in self._arenas:
+                region = self.transports[scheme].allocate(self.config.arena_bytes, "staging")
+                self._arenas[scheme] = Arena(region.view)
+            return self._arenas[scheme]
+
+    def check_integrity(self) -> None:
+        """Prove that ledger and arenas lost nothing; raises InternalError."""
+        self.ledger.check_integrity()
+        for arena in self._arenas.values():
+            arena.check_integrity()
 
 
 class Agent(ControlHandler):
@@ -132,32 +149,24 @@ class Agent(ControlHandler):
     def __init__(self, config: AgentConfig) -> None:
         self.config = config
         self.epoch = secrets.token_bytes(16)
-        self._key = secrets.token_bytes(32)
-        self._directory = tempfile.mkdtemp(prefix="pdxfer-")
+        self.siblings: dict[int, str] = {}
+        self.fetched: Counter[str] = Counter()
+        self.layouts = Layouts()
         self.transports: dict[str, Transport] = {}
+        self.peers = Peers(self._introduction, self.layouts, self.transports, host_name())
+        self._memory: Memory | None = None
+        self._source: Source | None = None
+        self._server: ControlServer | None = None
+        self._stop = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._listeners: list[Listener] = []
+        self._directory = tempfile.mkdtemp(prefix="pdxfer-")
         try:
             for scheme in config.transports:
                 self.transports[scheme] = create_transport(scheme, **config.transport_options.get(scheme, {}))
         except BaseException:
             self.close()
             raise
-        self.layouts = Layouts()
-        self.peers = Peers(self._introduction, self.layouts, self.transports, host_name())
-        self.counters: Counter[str] = Counter()
-        self._arenas: dict[str, Arena] = {}
-        self._records: OrderedDict[tuple[bool, str], _Record] = OrderedDict()
-        self._quarantined: list[_Record] = []
-        self._by_session: dict[bytes, _Record] = {}
-        self._relay_plans: dict[str, Plan] = {}
-        self._lock = threading.RLock()
-        self._stop = threading.Event()
-        self._threads: list[threading.Thread] = []
-        self._listeners: list[Listener] = []
-        self._regions: list[Region] = []
-        self._server: ControlServer | None = None
-        self.siblings: dict[int, str] = {}
-        self.layout: Layout
-        self.ledger: Ledger
 
     # -- set-up ------------------------------------------------------------------------------------
 
@@ -170,33 +179,40 @@ class Agent(ControlHandler):
         """Take over the engine's memory: one Region, buffer or tensor per region of our rank's layout.
 
         Args:
-            siblings: control addresses of the worker's other ranks, by rank; needed for fan-out.
+            siblings: control addresses of the worker's other ranks, by rank; needed for fan-out. May also be
+                set later, before the first fetch.
         """
-        rank = layout.ranks[self.config.rank]
-        if len(regions) != len(rank.regions):
-            raise MisuseError(f"rank {rank.rank} has {len(rank.regions)} regions, got {len(regions)}")
-        self.layout, self.siblings = layout, dict(siblings or {})
-        exporter = next((t for t in self.transports.values() if t.can_export), None)
-        for shape, region in zip(rank.regions, regions, strict=True):
-            self._regions.append(_as_region(region, shape.name, exporter))
-        self._buffers = [r.view if isinstance(r, Region) else r for r in self._regions]
-        totals: dict[str, int] = {}
-        for table, pool in rank.pools().items():
-            totals[pool] = rank.tables()[table].pages
-        self.ledger = Ledger(totals)
+        if self._memory is not None:
+            raise MisuseError("a layout is attached already")
+        self._memory = Memory(self.config, self.transports, layout, regions)
+        self._source = Source(self._memory, self.epoch)
+        self.siblings.update(siblings or {})
 
     def start(self) -> None:
         """Open control and data listeners; from here on peers can reach us."""
-        if not hasattr(self, "layout"):
-            raise MisuseError("attach a layout before start")
+        source = self.source
         for scheme, transport in self.transports.items():
             listener = transport.listen()
             self._listeners.append(listener)
-            self._spawn(f"accept-{scheme}", self._accept, listener, scheme)
+            self._spawn(f"accept-{scheme}", self._accept, listener, scheme, source)
         addresses = self.config.control or (f"unix://{self._directory}/control.sock",)
         self._server = ControlServer(self, addresses, allow_remote=self.config.allow_remote)
         self._server.start()
-        self._spawn("sweep", self._sweep)
+        self._spawn("sweep", self._sweep, source)
+
+    @property
+    def memory(self) -> Memory:
+        """What ``attach`` took over; raises MisuseError before it."""
+        if self._memory is None:
+            raise MisuseError("no layout is attached", hint="call attach before start")
+        return self._memory
+
+    @property
+    def source(self) -> Source:
+        """The half that others read from; raises MisuseError before ``attach``."""
+        if self._source is None:
+            raise MisuseError("no layout is attached", hint="call attach before start")
+        return self._source
 
     @property
     def address(self) -> str:
@@ -205,44 +221,32 @@ class Agent(ControlHandler):
             raise MisuseError("the agent was not started")
         return self._server.contact_addresses[0]
 
+    @property
+    def counters(self) -> dict[str, int]:
+        """What happened so far: offers and relays by outcome, fetches by outcome."""
+        return {**(self._source.counters if self._source else {}), **self.fetched}
+
     def close(self) -> None:
         """End every transfer, thread, socket and region. Idempotent."""
-        self._stop_serving()
-        for thread in getattr(self, "_threads", []):
-            thread.join(timeout=10.0)
-        if hasattr(self, "peers"):
-            self.peers.close()
-        for region in getattr(self, "_regions", []):
-            if isinstance(region, Region):
-                region.close()
-        for transport in self.transports.values():
-            transport.close()
-        shutil.rmtree(self._directory, ignore_errors=True)
-
-    def _stop_serving(self) -> None:
-        if not hasattr(self, "_stop"):
-            return
         self._stop.set()
-        with self._lock:
-            records = list(self._records.values())
-        for record in records:
-            if record.offer.end("the agent closes"):
-                self._end(record, Event.GIVE_UP)
+        if self._source is not None:
+            self._source.withdraw_all("closing")
         if self._server is not None:
             self._server.stop()
         for listener in self._listeners:
             listener.close()
+        for thread in self._threads:
+            thread.join(timeout=_JOIN_S)
+        self.peers.close()
+        for transport in self.transports.values():
+            transport.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
 
     def __enter__(self) -> Agent:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-    def _spawn(self, name: str, target: Callable[..., None], *args: Any) -> None:
-        thread = threading.Thread(target=target, args=args, name=f"pdxfer-{self.config.rank}-{name}", daemon=True)
-        self._threads = [t for t in self._threads if t.is_alive()] + [thread]
-        thread.start()
 
     # -- what engines call -------------------------------------------------------------------------
 
@@ -255,9 +259,9 @@ class Agent(ControlHandler):
         state_tokens: int | None = None,
         sampled: Sequence[int] = (),
         fence: Callable[[], None] | None = None,
-        on_end: Callable[[str, str], None] | None = None,
+        on_end: OnEnd | None = None,
     ) -> Ticket:
-        """Seal a request's pages and slots and return this rank's part of its ticket (``Ticket.join`` makes the whole).
+        """Seal a request's pages and slots; return this rank's part of its ticket (``Ticket.join`` makes the whole).
 
         Args:
             transfer: id, the same on all ranks of the worker, unique while this process lives.
@@ -270,36 +274,13 @@ class Agent(ControlHandler):
             MisuseError: the id is in use, or a page table is wrong; nothing was sealed.
         """
         shape = RequestShape(kv_tokens=kv_tokens, state_tokens=kv_tokens if state_tokens is None else state_tokens)
-        rank = self.layout.ranks[self.config.rank]
-        side = Side(rank, self._buffers, tables)
-        side.check(self.layout.spec, shape)
-        with self._lock:
-            if (False, transfer) in self._records:
-                raise MisuseError(f"transfer {transfer!r} was offered before", hint="use a fresh id for every hand-off")
-            hold = self.ledger.open(transfer, self._units(side), SOURCE)
-            if fence is not None:
-                fence()
-            self.ledger.fire(hold, Event.SEAL)
-            record = _Record(
-                offer=Offer(transfer, hold.generation, self.config.lease_s, time.monotonic() + self.config.lease_s),
-                side=side, shape=shape, hold=hold, on_end=on_end,
-            )  # fmt: skip
-            part = RankTicket(rank=rank.rank, address=self.address, epoch=self.epoch, generation=hold.generation)
-            common = Ticket(
-                transfer=transfer, worker=self.config.worker, layout_digest=self.layout.digest,
-                state_tokens=shape.state_tokens, kv_tokens=shape.kv_tokens, sampled=tuple(sampled),
-            )  # fmt: skip
-            record.ticket = seal_rank(common, part, self._key)
-            self.ledger.fire(hold, Event.ISSUE)
-            self._remember((False, transfer), record)
-            self.counters["offered"] += 1
-        return record.ticket
+        return self.source.offer(
+            transfer, tables, shape, address=self.address, sampled=sampled, fence=fence, on_end=on_end
+        )
 
     def withdraw(self, transfer: str) -> None:
         """Take an offer back; its pages are free when ``on_end`` is called. Unknown or ended ones are ignored."""
-        record = self._records.get((False, transfer))
-        if record is not None and record.offer.end("withdrawn"):
-            self._end(record, Event.GIVE_UP)
+        self.source.withdraw(transfer)
 
     def start_fetch(
         self,
@@ -344,234 +325,63 @@ class Agent(ControlHandler):
         """See ``ControlHandler``."""
         if message.protocol_version != PROTOCOL_VERSION:
             raise IncompatibleError("*", "protocol_version", PROTOCOL_VERSION, message.protocol_version)
-        if message.layout:
-            self.layouts.add(message.layout)
-        same = message.known_layout_digest == self.layout.digest
+        self.layouts.add(message.layout)
+        layout = self.memory.layout
         return Description(
             protocol_version=PROTOCOL_VERSION,
             epoch=self.epoch,
             worker=self.config.worker,
             rank=self.config.rank,
-            layout_digest=self.layout.digest,
-            layout=b"" if same else self.layout.to_bytes(),
+            layout_digest=layout.digest,
+            layout=b"" if message.known_layout_digest == layout.digest else layout.to_bytes(),
             transports=tuple(listener.contact_address for listener in self._listeners),
             host=host_name(),
         )
 
     def open(self, message: Open, *, deadline_s: float) -> Opened:
         """See ``ControlHandler``."""
-        if message.source_epoch != self.epoch:
-            raise StaleError("this agent has restarted since the ticket was made", reason="EPOCH_CHANGED")
-        record = self._admit(message)
+        self._check_epoch(message.source_epoch)
         layout = self.layouts.get(message.layout_digest)
         if layout is None:
-            raise StaleError(
-                f"layout {message.layout_digest} is unknown here", reason="UNKNOWN_LAYOUT", hint="describe again"
-            )
-        plan = self._agreed_plan(message, layout)
-        if record.ready is not None and not record.ready.wait(min(_RELAY_WAIT_S, deadline_s)):
-            raise ExhaustedError(f"{message.transfer}: this rank's own share is not in yet", retry_after_s=0.005)
-        edge = Edge(self.config.rank, message.target_rank, message.relay)
-        shape = RequestShape(
-            kv_tokens=record.shape.kv_tokens, first_token=message.first_token, state_tokens=record.shape.state_tokens
-        )
-        program = EdgeProgram(plan, edge, shape, chunk_bytes=message.chunk_bytes)
-        return self._admit_session(message, record, plan, program)
-
-    def _admit(self, message: Open) -> _Record:
-        """The record that a ticket opens; refuses edited, foreign and outlived tickets."""
-        if not message.relay:
-            part = unseal(Ticket.decode(message.ticket), self.config.rank, self.epoch, self._key)
-        record = self._records.get((message.relay, message.transfer))
-        if record is None:
-            reason = "NOT_READY" if message.relay else "UNKNOWN_TRANSFER"
-            if message.relay:
-                raise ExhaustedError(
-                    f"{message.transfer}: this rank has not begun to fetch it ({reason})", retry_after_s=0.005
-                )
-            raise StaleError(f"transfer {message.transfer!r} is not (or no longer) offered here", reason=reason)
-        if message.relay:
-            same_worker = message.target_worker == self.config.worker
-            if not same_worker or not hmac.compare_digest(record.ticket_bytes, message.ticket):
-                raise TicketError(f"{message.transfer}: only a sibling with the same ticket may ask for its fan-out")
-        elif part.generation != record.offer.generation:
-            raise StaleError(
-                f"{message.transfer}: the ticket is of generation {part.generation}, it is {record.offer.generation}",
-                reason="STALE_GENERATION",
-            )
-        return record
-
-    def _agreed_plan(self, message: Open, layout: Layout) -> Plan:
-        source = self.layout
-        if message.relay:
-            found = self._relay_plans.get(message.transfer)
-            if found is None:
-                raise StaleError(f"{message.transfer}: the fan-out has ended", reason="TRANSFER_ENDED")
-            plan = found
-        else:
-            plan = make_plan(source, layout)
-        if plan.digest != message.plan_digest:
-            raise IncompatibleError(
-                "*", "plan_digest", plan.digest, message.plan_digest, why="the two sides plan differently"
-            )
-        return plan
-
-    def _admit_session(self, message: Open, record: _Record, plan: Plan, program: EdgeProgram) -> Opened:
-        session = secrets.token_bytes(16)
-        mode = self._choose_mode(message, program)
-        largest = max((c.nbytes for c in program.chunks), default=0)
-        scheme = message.transport.partition("://")[0]
-        arena = self._arena(scheme)
-        if mode is Mode.PACKED and largest > arena.capacity_bytes:
-            raise ExhaustedError(
-                f"a chunk of {largest} B does not fit into the arena of {arena.capacity_bytes} B",
-                hint="lower chunk_bytes at the target",
-            )
-        served = SourceSession(
-            transfer=message.transfer, generation=record.offer.generation, session=session, mode=mode, program=program,
-            source=record.side, regions={i: r for i, r in enumerate(self._regions) if isinstance(r, Region)},
-            check_live=lambda: record.offer.check_live(time.monotonic()), staging=arena,
-            stall_s=self.config.stall_s, kernel=self.config.kernel,
-        )  # fmt: skip
-        with self._lock:
-            record.offer.open(
-                time.monotonic(), message.target_rank, plan.readers(self.config.rank, relay=message.relay), session
-            )
-            record.sessions[session] = served
-            self._by_session[session] = record
-        return Opened(
-            epoch=self.epoch, generation=record.offer.generation, session=session, lease_s=record.offer.lease_s,
-            chunks=len(program.chunks), payload_bytes=program.payload_bytes, mode=mode,
-        )  # fmt: skip
-
-    def _choose_mode(self, message: Open, program: EdgeProgram) -> Mode:
-        transport = self.transports.get(message.transport.partition("://")[0])
-        if transport is None:
-            raise MisuseError(f"transport {message.transport!r} is not served here")
-        exports = transport.can_export and all(isinstance(r, Region) for r in self._regions)
-        able = exports and self.config.mode != "packed" and not any(item.converts for item in program.items)
-        if message.mode is Mode.DIRECT and able:
-            return Mode.DIRECT
-        return Mode.PACKED
+            what = f"layout {message.layout_digest} is unknown here"
+            raise StaleError(what, reason="UNKNOWN_LAYOUT", hint="describe again")
+        return self.source.open(message, layout, deadline_s)
 
     def complete(self, message: Complete, *, deadline_s: float) -> Completed:
         """See ``ControlHandler``."""
-        with self._lock:
-            record = self._record_of(message.session, message.transfer)
-            if message.source_epoch != self.epoch:
-                raise StaleError("this agent has restarted since the ticket was made", reason="EPOCH_CHANGED")
-            last = record.offer.complete(time.monotonic(), message.target_rank, message.session, message.generation)
-        if last:
-            self._end(record, Event.LAST_DONE)
-        return Completed(state=record.offer.ended or State.LEASED.value)
+        self._check_epoch(message.source_epoch)
+        return self.source.complete(message)
 
     def abort(self, message: Abort, *, deadline_s: float) -> Completed:
         """See ``ControlHandler``."""
-        with self._lock:
-            try:
-                record = self._record_of(message.session, message.transfer)
-            except StaleError:
-                return Completed(state="unknown")
-            first = record.offer.abort(message.target_rank, message.session, message.reason)
-        if first:
-            self._end(record, Event.GIVE_UP)
-        return Completed(state=record.offer.ended)
+        return self.source.abort(message)
 
     def renew(self, message: Renew, *, deadline_s: float) -> Renewed:
         """See ``ControlHandler``."""
-        with self._lock:
-            record = self._record_of(message.session, message.transfer)
-            return Renewed(lease_s=record.offer.renew(time.monotonic(), message.target_rank, message.session))
+        return self.source.renew(message)
 
-    def _record_of(self, session: bytes, transfer: str) -> _Record:
-        record = self._by_session.get(session)
-        if record is None or record.offer.transfer != transfer:
-            raise StaleError(f"transfer {transfer!r} has no such session here", reason="UNKNOWN_SESSION")
-        return record
-
-    # -- fan-out, used by Fetch --------------------------------------------------------------------
-
-    def offer_relay(
-        self, transfer: str, ticket_bytes: bytes, side: Side, shape: RequestShape, generation: int, plan: Plan
-    ) -> Offer:
-        """Let siblings ask for what this rank is about to receive for them; opened by ``relay_ready``."""
-        record = _Record(
-            offer=Offer(transfer, generation, self.config.lease_s, time.monotonic() + self.config.lease_s),
-            side=side, shape=shape, ticket_bytes=ticket_bytes, ready=threading.Event(),
-        )  # fmt: skip
-        with self._lock:
-            old = self._records.get((True, transfer))
-            if old is not None and not old.offer.ended:
-                raise MisuseError(f"transfer {transfer!r} is being fetched already")
-            self._relay_plans[transfer] = plan
-            self._remember((True, transfer), record)
-        return record.offer
-
-    def relay_ready(self, transfer: str) -> None:
-        """This rank's share is in and verified: siblings may read it."""
-        ready = self._records[(True, transfer)].ready
-        assert ready is not None
-        ready.set()
-
-    def end_relay(self, transfer: str, why: str) -> bool:
-        """End the fan-out; True when no thread reads for it any more (call again until it is)."""
-        record = self._records.get((True, transfer))
-        self._relay_plans.pop(transfer, None)
-        if record is None:
-            return True
-        completed = record.offer.ended == "completed"
-        record.offer.end(why)
-        for session in record.sessions.values():
-            session.finish() if completed else session.close()
-        return all(session.quiet() for session in record.sessions.values())
+    def _check_epoch(self, epoch: bytes) -> None:
+        if epoch != self.epoch:
+            raise StaleError("this agent has restarted since the ticket was made", reason="EPOCH_CHANGED")
 
     # -- inside ------------------------------------------------------------------------------------
 
     def _introduction(self, known_digest: str) -> Describe:
         return Describe(
-            protocol_version=PROTOCOL_VERSION, epoch=self.epoch, worker=self.config.worker, rank=self.config.rank,
-            layout=self.layout.to_bytes(), known_layout_digest=known_digest,
-        )  # fmt: skip
+            protocol_version=PROTOCOL_VERSION,
+            epoch=self.epoch,
+            worker=self.config.worker,
+            rank=self.config.rank,
+            layout=self.memory.layout.to_bytes(),
+            known_layout_digest=known_digest,
+        )
 
-    def _units(self, side: Side) -> list[tuple[str, int]]:
-        pools = side.rank.pools()
-        return [(pools[name], int(page)) for name, table in side.tables.items() for page in table if page >= 0]
+    def _spawn(self, name: str, target: Callable[..., None], *args: Any) -> None:
+        thread = threading.Thread(target=target, args=args, name=f"pdxfer-{self.config.rank}-{name}", daemon=True)
+        self._threads = [t for t in self._threads if t.is_alive()] + [thread]
+        thread.start()
 
-    def units(self, side: Side) -> list[tuple[str, int]]:
-        """(pool, page) pairs of a request's tables."""
-        return self._units(side)
-
-    @property
-    def buffers(self) -> list[Any]:
-        """This rank's memory, one buffer per region."""
-        return self._buffers
-
-    def _arena(self, scheme: str) -> Arena:
-        with self._lock:
-            if scheme not in self._arenas:
-                region = self.transports[scheme].allocate(self.config.arena_bytes, "staging")
-                self._arenas[scheme] = Arena(region.view)
-            return self._arenas[scheme]
-
-    def _remember(self, key: tuple[bool, str], record: _Record) -> None:
-        """Keep ended records for a while, so that repeated calls get the same answer."""
-        self._records[key] = record
-        if len(self._records) > _ENDED_MAX:
-            for old, candidate in list(self._records.items()):
-                if candidate.offer.ended and candidate not in self._quarantined:
-                    del self._records[old]
-                    for session in candidate.sessions:
-                        self._by_session.pop(session, None)
-                    break
-
-    def _lookup(self, session: bytes) -> SourceSession:
-        record = self._by_session.get(session)
-        served = record.sessions.get(session) if record else None
-        if served is None:
-            raise TicketError("no such session here", reason="UNKNOWN_SESSION")
-        return served
-
-    def _accept(self, listener: Listener, scheme: str) -> None:
+    def _accept(self, listener: Listener, scheme: str, source: Source) -> None:
         while not self._stop.is_set():
             try:
                 channel = listener.accept(timeout_s=0.2)
@@ -579,55 +389,16 @@ class Agent(ControlHandler):
                 continue
             except TransportError:
                 return
-            self._spawn(f"serve-{scheme}", serve_channel, channel, self._lookup, self._arena(scheme), self._stop)
+            self._spawn(f"serve-{scheme}", serve_channel, channel, source.lookup, self.memory.arena(scheme), self._stop)
 
-    def _end(self, record: _Record, event: Event) -> None:
-        """An offer has ended: free its hold, or quarantine it until nobody reads for it."""
-        outcome = record.offer.ended
-        self.counters[f"offers_{outcome.split(' ')[0].rstrip(':')}"] += 1
-        if event is Event.LAST_DONE:
-            for session in record.sessions.values():
-                session.finish()
-            self._free(record, event)
-            return
-        _log.warning("transfer %s ended: %s", record.offer.transfer, outcome)
-        for session in record.sessions.values():
-            session.close()
-        if record.hold is not None:
-            with self._lock:
-                self.ledger.fire(record.hold, Event.GIVE_UP)
-                self._quarantined.append(record)
-            self._release_quiet()
-
-    def _free(self, record: _Record, event: Event) -> None:
-        if record.hold is not None:
-            self.ledger.fire(record.hold, event)
-        if record.on_end is not None:
-            record.on_end(record.offer.transfer, record.offer.ended)
-
-    def _release_quiet(self) -> None:
-        with self._lock:
-            quiet = [r for r in self._quarantined if all(s.quiet() for s in r.sessions.values())]
-            self._quarantined = [r for r in self._quarantined if r not in quiet]
-        for record in quiet:
-            self._free(record, Event.QUIET)
-
-    def _sweep(self) -> None:
-        """Expire leases and free what was quarantined."""
+    def _sweep(self, source: Source) -> None:
         while not self._stop.wait(_SWEEP_S):
-            now_s = time.monotonic()
-            with self._lock:
-                expired = [r for r in self._records.values() if r.hold is not None and r.offer.expired(now_s)]
-                expired = [r for r in expired if r.offer.end("expired: the lease is over")]
-            for record in expired:
-                self._end(record, Event.GIVE_UP)
-            self._release_quiet()
+            source.sweep()
+        source.sweep()
 
     def check_integrity(self) -> None:
         """Prove that ledger and arenas lost nothing; call when idle. Raises InternalError."""
-        self.ledger.check_integrity()
-        for arena in self._arenas.values():
-            arena.check_integrity()
+        self.memory.check_integrity()
 
 
 def _as_region(region: Any, name: str, exporter: Transport | None) -> Any:
@@ -645,8 +416,3 @@ def host_name() -> str:
         return f"{boot}/{os.stat('/proc/self/ns/mnt').st_ino}"
     except OSError:
         return f"unknown/{os.getpid()}"
-
-
-def error_reason(error: BaseException) -> str:
-    """The stable reason of an error, for an Abort."""
-    return error.reason if isinstance(error, PdxferError) else type(error).__name__

@@ -1,0 +1,359 @@
+"""Source: the half of an agent that others read from: its engine's offers and its share of fan-outs.
+
+In come an engine's offers and peers' control calls; out come tickets, sessions for the data channels, and
+pages that are free again. It runs no thread and opens no connection; ``service.py`` calls ``sweep``.
+
+An offer ends exactly once: completed by its last reader, or given up (aborted, expired, withdrawn). A given-up
+hold stays quarantined until no thread of ours reads its pages.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import secrets
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from pdxfer.driver import SourceSession
+from pdxfer.errors import ExhaustedError, IncompatibleError, MisuseError, StaleError, TicketError
+from pdxfer.messages import Abort, Complete, Completed, Mode, Open, Opened, Renew, Renewed
+from pdxfer.packing import EdgeProgram, RequestShape, Side
+from pdxfer.plan import Edge, Plan, make_plan
+from pdxfer.ticket import RankTicket, Ticket, seal_rank, unseal
+from pdxfer.transfer import SOURCE, Event, Hold, Offer, State
+
+if TYPE_CHECKING:
+    from pdxfer.agent.service import Memory
+    from pdxfer.layout import Layout
+
+__all__ = ["OnEnd", "Source"]
+
+_ENDED_MAX = 4096
+_RELAY_WAIT_S = 0.02
+_RETRY_S = 0.005
+_log = logging.getLogger("pdxfer.agent")
+
+OnEnd = Callable[[str, str], None]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Record:
+    """One transfer that others read from us; a relay has a plan and ``ready``, an engine's offer has a hold."""
+
+    offer: Offer
+    side: Side
+    shape: RequestShape
+    hold: Hold | None = None
+    on_end: OnEnd | None = None
+    plan: Plan | None = None
+    ticket_text: bytes = b""
+    ready: threading.Event | None = None
+    sessions: dict[bytes, SourceSession] = field(default_factory=dict)
+
+    def quiet(self) -> bool:
+        """Whether no thread reads its pages, nor will."""
+        return all(session.quiet() for session in self.sessions.values())
+
+
+class Source:
+    """All that peers may read from one rank. Thread-safe."""
+
+    def __init__(self, memory: Memory, epoch: bytes) -> None:
+        self.memory, self.config, self.epoch = memory, memory.config, epoch
+        self.counters: Counter[str] = Counter()
+        self._key = secrets.token_bytes(32)
+        self._records: OrderedDict[tuple[bool, str], _Record] = OrderedDict()
+        self._by_session: dict[bytes, _Record] = {}
+        self._quarantined: list[_Record] = []
+        self._lock = threading.RLock()
+
+    # -- for the engine ------------------------------------------------------------------------------
+
+    def offer(
+        self,
+        transfer: str,
+        tables: Mapping[str, Sequence[int]],
+        shape: RequestShape,
+        *,
+        address: str,
+        sampled: Sequence[int],
+        fence: Callable[[], None] | None,
+        on_end: OnEnd | None,
+    ) -> Ticket:
+        """Seal and lease a request's pages; see ``Agent.offer``."""
+        memory = self.memory
+        side = memory.side(tables)
+        side.check(memory.layout.spec, shape)
+        with self._lock:
+            if (False, transfer) in self._records:
+                raise MisuseError(f"transfer {transfer!r} was offered before", hint="use a fresh id for every hand-off")
+            hold = memory.ledger.open(transfer, memory.units(side), SOURCE)
+            try:
+                if fence is not None:
+                    fence()
+                ticket = self._seal(transfer, shape, hold, address, sampled)
+            except BaseException:
+                memory.ledger.fire(hold, Event.GIVE_UP)
+                memory.ledger.fire(hold, Event.QUIET)
+                raise
+            memory.ledger.fire(hold, Event.SEAL)
+            memory.ledger.fire(hold, Event.ISSUE)
+            offer = self._new_offer(transfer, hold.generation)
+            self._remember((False, transfer), _Record(offer=offer, side=side, shape=shape, hold=hold, on_end=on_end))
+            self.counters["offered"] += 1
+        return ticket
+
+    def _seal(self, transfer: str, shape: RequestShape, hold: Hold, address: str, sampled: Sequence[int]) -> Ticket:
+        common = Ticket(
+            transfer=transfer,
+            worker=self.config.worker,
+            layout_digest=self.memory.layout.digest,
+            state_tokens=shape.state_tokens,
+            kv_tokens=shape.kv_tokens,
+            sampled=tuple(sampled),
+        )
+        part = RankTicket(rank=self.config.rank, address=address, epoch=self.epoch, generation=hold.generation)
+        return seal_rank(common, part, self._key)
+
+    def withdraw(self, transfer: str, why: str = "withdrawn") -> None:
+        """End an offer; unknown and ended ones are ignored."""
+        record = self._records.get((False, transfer))
+        if record is not None and record.offer.end(why):
+            self._give_up(record)
+
+    def withdraw_all(self, why: str) -> None:
+        """End every offer and every share of a fan-out."""
+        with self._lock:
+            records = list(self._records.values())
+        for record in records:
+            if record.offer.end(why):
+                self._give_up(record)
+
+    # -- for peers, by control call ------------------------------------------------------------------
+
+    def open(self, message: Open, layout: Layout, deadline_s: float) -> Opened:
+        """Admit one reader of one transfer and promise what it will get."""
+        record = self._admit(message)
+        plan = record.plan or make_plan(self.memory.layout, layout)
+        if plan.digest != message.plan_digest:
+            why = "the two sides plan differently"
+            raise IncompatibleError("*", "plan_digest", plan.digest, message.plan_digest, why=why)
+        if record.ready is not None and not record.ready.wait(min(_RELAY_WAIT_S, deadline_s)):
+            raise ExhaustedError(f"{message.transfer}: this rank's own share is not in yet", retry_after_s=_RETRY_S)
+        shape = RequestShape(
+            kv_tokens=record.shape.kv_tokens,
+            first_token=message.first_token,
+            state_tokens=record.shape.state_tokens,
+        )
+        edge = Edge(self.config.rank, message.target_rank, message.relay)
+        program = EdgeProgram(plan, edge, shape, chunk_bytes=message.chunk_bytes)
+        served = self._session(message, record, program)
+        with self._lock:
+            readers = plan.readers(self.config.rank, relay=message.relay)
+            record.offer.open(time.monotonic(), message.target_rank, readers, served.session)
+            record.sessions[served.session] = served
+            self._by_session[served.session] = record
+        return Opened(
+            epoch=self.epoch,
+            generation=record.offer.generation,
+            session=served.session,
+            lease_s=record.offer.lease_s,
+            chunks=len(program.chunks),
+            payload_bytes=program.payload_bytes,
+            mode=served.mode,
+        )
+
+    def _admit(self, message: Open) -> _Record:
+        """The record that a ticket opens; refuses edited, foreign and outlived tickets."""
+        return self._admit_sibling(message) if message.relay else self._admit_target(message)
+
+    def _admit_target(self, message: Open) -> _Record:
+        ticket = Ticket.decode(message.ticket)
+        part = unseal(ticket, self.config.rank, self.epoch, self._key)
+        record = self._records.get((False, ticket.transfer))
+        if record is None or ticket.transfer != message.transfer:
+            what = f"transfer {ticket.transfer!r} is not (or no longer) offered here"
+            raise StaleError(what, reason="UNKNOWN_TRANSFER")
+        if part.generation != record.offer.generation:
+            what = f"the ticket is of generation {part.generation}, it is {record.offer.generation}"
+            raise StaleError(f"{ticket.transfer}: {what}", reason="STALE_GENERATION")
+        return record
+
+    def _admit_sibling(self, message: Open) -> _Record:
+        record = self._records.get((True, message.transfer))
+        if record is None:
+            raise ExhaustedError(f"{message.transfer}: this rank does not fetch it yet", retry_after_s=_RETRY_S)
+        same_worker = message.target_worker == self.config.worker
+        if not same_worker or not hmac.compare_digest(record.ticket_text, message.ticket):
+            raise TicketError(f"{message.transfer}: only a sibling with the same ticket may ask for its fan-out")
+        return record
+
+    def _session(self, message: Open, record: _Record, program: EdgeProgram) -> SourceSession:
+        mode = self._mode(message, program)
+        arena = self.memory.arena(message.transport.partition("://")[0])
+        largest = max((c.nbytes for c in program.chunks), default=0)
+        if mode is Mode.PACKED and largest > arena.capacity_bytes:
+            raise ExhaustedError(
+                f"a chunk of {largest} B does not fit into the source's arena of {arena.capacity_bytes} B",
+                hint="lower chunk_bytes at the target, or raise arena_bytes at the source",
+            )
+        return SourceSession(
+            transfer=message.transfer,
+            generation=record.offer.generation,
+            session=secrets.token_bytes(16),
+            mode=mode,
+            program=program,
+            source=record.side,
+            regions=self.memory.regions,
+            check_live=lambda: record.offer.check_live(time.monotonic()),
+            staging=arena,
+            stall_s=self.config.stall_s,
+            kernel=self.config.kernel,
+        )
+
+    def _mode(self, message: Open, program: EdgeProgram) -> Mode:
+        transport = self.memory.transports.get(message.transport.partition("://")[0])
+        if transport is None:
+            raise MisuseError(f"transport {message.transport!r} is not served here")
+        exported = transport.can_export and len(self.memory.regions) == len(program.source_rank.regions)
+        able = exported and self.config.mode != "packed" and not any(item.converts for item in program.items)
+        return Mode.DIRECT if able and message.mode is Mode.DIRECT else Mode.PACKED
+
+    def complete(self, message: Complete) -> Completed:
+        """Count one reader as done; the last one frees the pages."""
+        with self._lock:
+            record = self._record(message.session, message.transfer)
+            now_s = time.monotonic()
+            last = record.offer.complete(now_s, message.target_rank, message.session, message.generation)
+        record.sessions[message.session].finish()
+        if last:
+            self._count(record)
+            self._free(record, Event.LAST_DONE)
+        return Completed(state=record.offer.ended or State.LEASED.value)
+
+    def abort(self, message: Abort) -> Completed:
+        """End a transfer on a reader's word."""
+        with self._lock:
+            if message.session not in self._by_session:
+                return Completed(state="unknown")
+            record = self._record(message.session, message.transfer)
+            first = record.offer.abort(message.target_rank, message.session, message.reason)
+        if first:
+            self._give_up(record)
+        return Completed(state=record.offer.ended)
+
+    def renew(self, message: Renew) -> Renewed:
+        """Extend a lease."""
+        with self._lock:
+            record = self._record(message.session, message.transfer)
+            return Renewed(lease_s=record.offer.renew(time.monotonic(), message.target_rank, message.session))
+
+    def lookup(self, session: bytes) -> SourceSession:
+        """The session that a data channel's Hello names; raises TicketError."""
+        record = self._by_session.get(session)
+        if record is None:
+            raise TicketError("no such session here", reason="UNKNOWN_SESSION")
+        return record.sessions[session]
+
+    def _record(self, session: bytes, transfer: str) -> _Record:
+        record = self._by_session.get(session)
+        if record is None or record.offer.transfer != transfer:
+            raise StaleError(f"transfer {transfer!r} has no such session here", reason="UNKNOWN_SESSION")
+        return record
+
+    # -- fan-out, for Fetch --------------------------------------------------------------------------
+
+    def offer_relay(self, ticket: Ticket, side: Side, shape: RequestShape, generation: int, plan: Plan) -> Offer:
+        """Let siblings ask for what this rank is about to receive for them too; ``relay_ready`` lets them in."""
+        key = (True, ticket.transfer)
+        with self._lock:
+            old = self._records.get(key)
+            if old is not None and not old.offer.ended:
+                raise MisuseError(f"transfer {ticket.transfer!r} is being fetched already")
+            record = _Record(
+                offer=self._new_offer(ticket.transfer, generation),
+                side=side,
+                shape=shape,
+                plan=plan,
+                ticket_text=ticket.encode().encode(),
+                ready=threading.Event(),
+            )
+            self._remember(key, record)
+        return record.offer
+
+    def relay_ready(self, transfer: str) -> None:
+        """This rank's share is in and verified: siblings may read it."""
+        ready = self._records[(True, transfer)].ready
+        assert ready is not None
+        ready.set()
+
+    def end_relay(self, transfer: str, why: str) -> bool:
+        """End our part of a fan-out; True when no thread of ours reads for it (else call again)."""
+        record = self._records.get((True, transfer))
+        if record is None:
+            return True
+        if record.offer.end(why):
+            self._give_up(record)
+        return record.quiet()
+
+    # -- inside --------------------------------------------------------------------------------------
+
+    def _new_offer(self, transfer: str, generation: int) -> Offer:
+        lease_s = self.config.lease_s
+        return Offer(transfer, generation, lease_s, time.monotonic() + lease_s)
+
+    def _remember(self, key: tuple[bool, str], record: _Record) -> None:
+        """Keep it, so that repeated calls get the same answer; beyond a bound the oldest ended ones are forgotten."""
+        self._records[key] = record
+        self._records.move_to_end(key)
+        for old in list(self._records) if len(self._records) > _ENDED_MAX else ():
+            candidate = self._records[old]
+            if candidate.offer.ended and candidate not in self._quarantined:
+                del self._records[old]
+                for session in candidate.sessions:
+                    self._by_session.pop(session, None)
+                return
+
+    def _count(self, record: _Record) -> None:
+        kind = "relays" if record.hold is None else "offers"
+        self.counters[f"{kind}_{record.offer.ended.split()[0].rstrip(':')}"] += 1
+
+    def _give_up(self, record: _Record) -> None:
+        """An offer ended otherwise than by its last reader: close its channels, quarantine its pages."""
+        self._count(record)
+        _log.warning("transfer %s ended at the source: %s", record.offer.transfer, record.offer.ended)
+        for session in record.sessions.values():
+            session.close()
+        if record.hold is not None:
+            with self._lock:
+                self.memory.ledger.fire(record.hold, Event.GIVE_UP)
+                self._quarantined.append(record)
+            self._release_quiet()
+
+    def _release_quiet(self) -> None:
+        with self._lock:
+            quiet = [r for r in self._quarantined if r.quiet()]
+            self._quarantined = [r for r in self._quarantined if r not in quiet]
+        for record in quiet:
+            self._free(record, Event.QUIET)
+
+    def _free(self, record: _Record, event: Event) -> None:
+        if record.hold is not None:
+            self.memory.ledger.fire(record.hold, event)
+        if record.on_end is not None:
+            record.on_end(record.offer.transfer, record.offer.ended)
+
+    def sweep(self) -> None:
+        """Expire leases and free what was quarantined; call it often."""
+        now_s = time.monotonic()
+        with self._lock:
+            expired = [r for r in self._records.values() if r.hold is not None and r.offer.expired(now_s)]
+            expired = [r for r in expired if r.offer.end("expired: the lease is over")]
+        for record in expired:
+            self._give_up(record)
+        self._release_quiet()

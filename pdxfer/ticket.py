@@ -84,7 +84,7 @@ class Ticket:
             raise TicketError(f"ticket version {version!r}; this pdxfer reads version {TICKET_VERSION}")
         _expect([transfer, worker, digest], str)
         _expect([state_tokens, kv_tokens, *_list(sampled)], int)
-        return cls(
+        ticket = cls(
             transfer=transfer,
             worker=worker,
             layout_digest=digest,
@@ -93,6 +93,10 @@ class Ticket:
             sampled=tuple(sampled),
             ranks=tuple(_rank(r) for r in _list(ranks)),
         )
+        # base64 and msgpack can write one value in many ways; with one text per ticket, any edit is seen.
+        if ticket.encode().encode() != (text.encode() if isinstance(text, str) else text):
+            raise TicketError("not a ticket: it is not written as we write it", hint="was it changed on its way?")
+        return ticket
 
     def rank(self, rank: int) -> RankTicket:
         """The part of one source rank; raises TicketError when it is missing."""

@@ -24,6 +24,7 @@ and, through its seed, transfer, generation, chunk and position: a right segment
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from typing import Any, ClassVar
@@ -141,7 +142,8 @@ _CHECKS: dict[type, tuple[Callable[[Any], bool], ...]] = {
         ),
     ),
     Data: (
-        lambda f: type(f.chunk) is int and isinstance(f.pack_s, float) and isinstance(f.digest_s, float),
+        lambda f: type(f.chunk) is int and f.chunk >= 0,
+        lambda f: all(isinstance(s, float) and 0 <= s < math.inf for s in (f.pack_s, f.digest_s)),
         lambda f: (
             isinstance(f.digests, list) and all(isinstance(d, bytes) and len(d) == DIGEST_BYTES for d in f.digests)
         ),

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from pdxfer.testing.transport import TransportConformance
-from pdxfer.transport import Transport, create_transport
+import pytest
+
+pytest.register_assert_rewrite("pdxfer.testing.transport")
+
+from pdxfer.testing.transport import TransportConformance  # noqa: E402 - after the line above, or asserts say nothing
+from pdxfer.transport import Transport, create_transport  # noqa: E402
 
 
 class TestMemory(TransportConformance):
@@ -16,3 +20,10 @@ class TestMemory(TransportConformance):
 class TestShm(TransportConformance):
     def make_transport(self) -> Transport:
         return create_transport("shm")
+
+
+class TestTcp(TransportConformance):
+    done_means_released = False
+
+    def make_transport(self) -> Transport:
+        return create_transport("tcp")

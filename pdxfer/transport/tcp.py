@@ -1,0 +1,312 @@
+"""TCP through ZMQ, for agents on different hosts, in different network namespaces or of different users.
+
+In come an address and options; out go channels (``tcp_channel.py``) that one I/O thread per transport serves
+(``tcp_io.py``). Addresses are ``tcp://host:port``, with an IPv6 host in brackets.
+
+Trust: ZMQ's NULL mechanism authenticates nobody. So a listener binds to loopback unless told otherwise, every frame is
+bounded and checked before it is used, and whoever breaks the rules loses that one connection. What a peer may
+fetch is decided above (tickets and sessions), never by having reached the port. Who can reach a port can make ZMQ
+collect one message of many frames without limit before we see it: expose it to trusted networks only.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import ipaddress
+import socket
+import threading
+from collections import deque
+from concurrent.futures import Future
+from functools import partial
+from typing import ClassVar
+
+import zmq
+
+from pdxfer.errors import DeadlineError, MisuseError, TransportError
+from pdxfer.transport.base import (
+    MAX_HEADER_BYTES,
+    Address,
+    Channel,
+    Deadline,
+    Listener,
+    LocalMemoryTransport,
+    format_address,
+    parse_address,
+    parse_fields,
+)
+from pdxfer.transport.tcp_channel import CREDITS, HELLO, MAGIC, READY, REFUSE, VERSION, WELCOME, TcpChannel, pack
+from pdxfer.transport.tcp_io import ConnectedLine, Frames, Hub, IoThread, Line, SocketOptions
+
+__all__ = ["TcpTransport", "join_host_port", "split_host_port"]
+
+_WAITING_MAX = 128  # connections that said hello and wait for accept
+_READY_S = 5.0
+
+
+class TcpTransport(LocalMemoryTransport):
+    """ZMQ sockets behind one thread.
+
+    Args:
+        allow_remote: let ``listen`` bind to addresses that other hosts can reach.
+        contact_host: the host that peers should connect to when it is not the one bound to (a wildcard, a forwarded
+            port); the port stays.
+        max_payload_bytes: the longest payload this side takes; longer ones end the connection.
+        heartbeat_s, dead_after_s: a peer that is silent for so long is taken for dead. It must be longer than one
+            payload takes on the wire.
+    """
+
+    scheme: ClassVar[str] = "tcp"
+    can_export: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        *,
+        allow_remote: bool = False,
+        contact_host: str = "",
+        max_payload_bytes: int = 64 << 20,
+        heartbeat_s: float = 1.0,
+        dead_after_s: float = 5.0,
+    ) -> None:
+        super().__init__()
+        if not 1 <= max_payload_bytes <= 1 << 31 or not 0.01 <= heartbeat_s < dead_after_s <= 600:
+            raise MisuseError(
+                f"max_payload_bytes {max_payload_bytes}, heartbeat_s {heartbeat_s}, dead_after_s {dead_after_s} "
+                "are out of bounds"
+            )
+        self.allow_remote, self.contact_host, self.max_payload_bytes = allow_remote, contact_host, max_payload_bytes
+        self.options = SocketOptions(
+            max_frame_bytes=max(max_payload_bytes, MAX_HEADER_BYTES),
+            queue_messages=4 * CREDITS,
+            heartbeat_s=heartbeat_s,
+            dead_after_s=dead_after_s,
+        )
+        self.io = IoThread("pdxfer-tcp")
+
+    def listen(self, address: str = "") -> Listener:
+        """Bind; "" is a free loopback port, port 0 a free one of that host."""
+        self._check_usable()
+        host, port = split_host_port(parse_address(address or "tcp://127.0.0.1:0").expect(self.scheme))
+        resolved = self._check_bind(host)
+        return self._adopt(TcpListener(self, resolved, port))
+
+    def _check_bind(self, host: str) -> str:
+        resolved = "0.0.0.0" if host == "*" else _resolve(host)  # noqa: S104 - refused two lines below
+        ip = ipaddress.ip_address(resolved.partition("%")[0])
+        if not (ip.is_loopback or self.allow_remote):
+            raise MisuseError(
+                f"tcp://{host} can be reached from other hosts, and nothing authenticates them",
+                hint="bind to loopback, or say TcpTransport(allow_remote=True) on a network you trust",
+            )
+        if ip.is_unspecified and not self.contact_host:
+            raise MisuseError(
+                f"peers can't connect to {host!r}", hint="say which host they shall use: contact_host=..."
+            )
+        return resolved
+
+    def connect(self, address: str, *, timeout_s: float) -> Channel:
+        """Connect, say hello, wait to be welcomed."""
+        self._check_usable()
+        deadline = Deadline(timeout_s)
+        host, port = split_host_port(parse_address(address).expect(self.scheme))
+        resolved = _resolve(host)
+        welcomed: Future[TcpChannel] = Future()
+        line = self.io.run(partial(self._begin, resolved, port, address, welcomed))
+        try:
+            channel = welcomed.result(deadline.left_s())
+        except concurrent.futures.TimeoutError:
+            self.io.run(lambda: line.end("gave up"))
+            raise DeadlineError(f"{address} did not accept in time") from None
+        return self._adopt(channel)
+
+    def _begin(self, host: str, port: int, address: str, welcomed: Future[TcpChannel]) -> Line:
+        """On the I/O thread: connect and say hello."""
+        try:
+            line = ConnectedLine(self.io, f"tcp://{join_host_port(host, port)}", self.options, ipv6=":" in host)
+        except zmq.ZMQError as error:
+            raise TransportError(f"can't connect to {address}: {error}") from error
+
+        def on_end(why: str) -> None:
+            if not welcomed.done():
+                hint = "is an agent listening there, and does it speak this version?"
+                welcomed.set_exception(TransportError(f"can't connect to {address}: {why}", hint=hint))
+
+        def on_message(frames: Frames) -> None:
+            try:
+                max_bytes = _read_welcome(frames)
+            except TransportError as error:
+                line.end(error.message)
+                return
+            welcomed.set_result(TcpChannel(self, self.io, line, max_bytes))
+            line.post([pack(READY)])
+
+        line.on_end, line.on_message = on_end, on_message
+        line.post([pack(HELLO, MAGIC, VERSION, self.max_payload_bytes)])
+        return line
+
+    def close(self) -> None:
+        """Say goodbye to all peers, then close everything and end the thread."""
+        with self._owned_lock:
+            channels = [c for c in self._owned if isinstance(c, TcpChannel)]
+        for channel in channels:
+            channel.say_goodbye()  # all at once, so that the waits for answers overlap
+        super().close()
+        self.io.close()
+
+
+class TcpListener(Listener):
+    """A hub, and the lines that said hello to it and wait for ``accept``."""
+
+    def __init__(self, transport: TcpTransport, host: str, port: int) -> None:
+        self._transport, self._io = transport, transport.io
+        self._changed = threading.Condition()
+        self._waiting: deque[tuple[Line, int]] = deque()
+        self._closed = False
+        try:
+            self._hub = self._io.run(lambda: self._bind(host, port))
+        except zmq.ZMQError as error:
+            raise TransportError(f"can't listen at tcp://{join_host_port(host, port)}: {error}") from error
+        bound_host, bound_port = split_host_port(parse_address(self._hub.bound).location)
+        location = join_host_port(transport.contact_host or bound_host, bound_port)
+        self._contact_address = format_address(Address(scheme="tcp", location=location))
+
+    def _bind(self, host: str, port: int) -> Hub:
+        endpoint = f"tcp://{join_host_port(host, port)}"
+        return Hub(self._io, endpoint, self._transport.options, ipv6=":" in host, on_first=self._on_hello)
+
+    @property
+    def contact_address(self) -> str:
+        """``tcp://host:port``, with the real port."""
+        return self._contact_address
+
+    def _on_hello(self, line: Line, frames: Frames) -> None:
+        """On the I/O thread: queue who says hello properly, refuse everyone else."""
+        line.on_message = lambda _: line.end("the peer didn't wait for its welcome")
+        try:
+            kind, magic, version, max_bytes = parse_fields(_only(frames), "the hello", int, str, int, int)
+            if (kind, magic, version) != (HELLO, MAGIC, VERSION) or not 1 <= max_bytes <= 1 << 31:
+                raise TransportError(f"the peer speaks {magic[:32]} {version}")
+        except TransportError:
+            self._refuse(line, f"this side speaks {MAGIC} {VERSION}")
+            return
+        with self._changed:
+            self._waiting = deque(entry for entry in self._waiting if entry[0].alive)
+            room = len(self._waiting) < _WAITING_MAX and not self._closed
+            if room:
+                self._waiting.append((line, max_bytes))
+                self._changed.notify_all()
+        if not room:
+            self._refuse(line, "the listener is closed" if self._closed else "too many peers wait to be accepted")
+
+    def _refuse(self, line: Line, why: str) -> None:
+        # The peer hangs up when it has read this; one that doesn't has a line without rights, until it sends again.
+        line.post([pack(REFUSE, why)])
+
+    def accept(self, timeout_s: float) -> Channel:
+        """Welcome the oldest peer that waits; skip those that are gone."""
+        deadline = Deadline(timeout_s)
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._waiting, deadline.left_s())
+                if self._closed:
+                    raise TransportError(f"{self.contact_address} is closed")
+                if not self._waiting:
+                    raise DeadlineError(f"nobody connected to {self.contact_address} in time")
+                line, max_bytes = self._waiting.popleft()
+            channel = self._try_welcome(line, max_bytes, deadline)
+            if channel is not None:
+                return self._transport._adopt(channel)
+
+    def _try_welcome(self, line: Line, max_bytes: int, deadline: Deadline) -> TcpChannel | None:
+        ready: Future[TcpChannel | None] = Future()
+
+        def on_ready(frames: Frames) -> None:
+            try:
+                (kind,) = parse_fields(_only(frames), "the answer to the welcome", int)
+            except TransportError:
+                kind = 0
+            if kind == READY:
+                ready.set_result(TcpChannel(self._transport, self._io, line, max_bytes))
+            else:
+                line.end("the peer didn't answer its welcome")
+
+        def on_end(_: str) -> None:
+            if not ready.done():
+                ready.set_result(None)
+
+        def welcome() -> None:
+            line.on_message, line.on_end = on_ready, on_end
+            if line.alive:
+                line.post([pack(WELCOME, MAGIC, VERSION, self._transport.max_payload_bytes)])
+            else:
+                on_end("gone")
+
+        self._io.run(welcome)
+        try:
+            return ready.result(max(deadline.left_s(_READY_S), 1.0))
+        except concurrent.futures.TimeoutError:
+            self._io.run(lambda: line.end("the peer didn't answer its welcome"))
+            return None
+
+    def close(self) -> None:
+        """Send away who waits and who comes. The port is free once the accepted channels are closed, too."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            waiting, self._waiting = self._waiting, deque()
+            self._changed.notify_all()
+
+        def stop() -> None:
+            for line, _ in waiting:
+                line.end("the listener is closed")
+            self._hub.stop_listening()
+
+        self._io.call(stop)
+        self._transport._disown(self)
+
+
+# -- frames and addresses ------------------------------------------------------------------------
+
+
+def _only(frames: Frames) -> memoryview:
+    if len(frames) != 1 or len(frames[0]) > 256:
+        raise TransportError("the peer's introduction is too long")
+    return frames[0].buffer
+
+
+def _read_welcome(frames: Frames) -> int:
+    first = _only(frames)
+    if first[:2] == pack(REFUSE, "")[:2]:
+        raise TransportError(f"refused: {parse_fields(first, 'the refusal', int, str)[1]}")
+    kind, magic, version, max_bytes = parse_fields(first, "the welcome", int, str, int, int)
+    if (kind, magic, version) != (WELCOME, MAGIC, VERSION) or not 1 <= max_bytes <= 1 << 31:
+        raise TransportError(f"the peer speaks {magic[:32]} {version}")
+    return int(max_bytes)
+
+
+def split_host_port(location: str) -> tuple[str, int]:
+    """Split ``host:port`` or ``[v6]:port``; raises MisuseError. ``join_host_port`` is the inverse."""
+    host, colon, port = location.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        colon = ""
+    if not (colon and host and port.isascii() and port.isdigit() and int(port) < 1 << 16):
+        raise MisuseError(
+            f"tcp://{location} has no host and port", hint="write tcp://127.0.0.1:7000 or tcp://[::1]:7000"
+        )
+    return host, int(port)
+
+
+def join_host_port(host: str, port: int) -> str:
+    """Return ``host:port``, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _resolve(host: str) -> str:
+    """Return a numeric address, so that what was checked is what is used."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise TransportError(f"the host name {host!r} can't be resolved: {error}") from error
+    return str(found[0][4][0])

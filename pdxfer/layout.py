@@ -33,7 +33,7 @@ from typing import Any
 from pdxfer.errors import MisuseError
 from pdxfer.spec import DTYPE_BYTES, CacheSpec, Component, Growth, canonical_digest
 
-__all__ = ["Box", "Holding", "Layout", "RankLayout", "RegionShape", "TokenOwnership"]
+__all__ = ["Box", "Holding", "Layout", "RankLayout", "RegionShape", "TokenOwnership", "boxes_cover"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from enum import Enum
 
 from pdxfer.errors import AbortedError, InternalError, MisuseError, PeerError, StaleError, TicketError
 
-__all__ = ["SOURCE", "TARGET", "Event", "Hold", "Intake", "Ledger", "Offer", "State"]
+__all__ = ["SOURCE", "TARGET", "Cancel", "Event", "Hold", "Intake", "Ledger", "Offer", "State"]
 
 
 class State(str, Enum):

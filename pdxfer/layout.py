@@ -227,7 +227,8 @@ class RankLayout:
             for region in h.regions:
                 first = owner.setdefault(region, h.table)
                 old, new = pools[h.table], pools[first]
-                pools = {table: new if pool == old else pool for table, pool in pools.items()}
+                if old != new:
+                    pools = {table: new if pool == old else pool for table, pool in pools.items()}
         return pools
 
 

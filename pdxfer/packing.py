@@ -222,9 +222,23 @@ class Side:
                 raise MisuseError(
                     f"rank {self.rank.rank}: page table {name!r} names page {int(named.max())} of {holding.pages}"
                 )
-            if exclusive and len(np.unique(named)) != len(named):
-                hint = "every page that a transfer writes must be its own"
-                raise MisuseError(f"rank {self.rank.rank}: page table {name!r} names a page twice", hint=hint)
+        if exclusive:
+            self._check_exclusive()
+
+    def _check_exclusive(self) -> None:
+        """No page twice in a table, nor in two tables that draw from one pool."""
+        members: dict[str, list[str]] = {}
+        for name, pool in self.rank.pools().items():
+            members.setdefault(pool, []).append(name)
+        for names in members.values():
+            pages = np.sort(np.concatenate([self.tables[name] for name in names]))
+            again = pages[1:][(pages[1:] == pages[:-1]) & (pages[1:] >= 0)]
+            if len(again):
+                where = " and ".join(repr(name) for name in names if int(again[0]) in self.tables[name])
+                raise MisuseError(
+                    f"rank {self.rank.rank}: page table {where} names page {int(again[0])} twice",
+                    hint="every page that a transfer writes must be its own",
+                )
 
     def _address(self, holding: Holding, rows: Offsets) -> Offsets:
         own = holding.tokens

@@ -21,7 +21,8 @@ from typing import Any, Literal
 import numpy as np
 
 from pdxfer.errors import DeadlineError, MisuseError, TransportError
-from pdxfer.transport.base import Channel, Deadline, Listener, Message, Region, RemoteRegion, Sending, Transport
+from pdxfer.transport.base import Channel, Deadline, Listener, Message, Sending, Transport
+from pdxfer.transport.regions import Region, RemoteRegion
 from pdxfer.transport.runs import Runs, byte_view
 
 __all__ = ["Fault", "FaultPlan", "FaultyTransport"]

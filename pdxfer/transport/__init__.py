@@ -21,14 +21,12 @@ from pdxfer.transport.base import (
     Channel,
     Listener,
     Message,
-    Region,
-    RegionDescriptor,
-    RemoteRegion,
     Sending,
     Transport,
     format_address,
     parse_address,
 )
+from pdxfer.transport.regions import Region, RegionDescriptor, RemoteRegion
 
 __all__ = [
     "MAX_HEADER_BYTES",

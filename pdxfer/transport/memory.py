@@ -19,19 +19,17 @@ from pdxfer.transport.base import (
     WINDOW_MESSAGES,
     Address,
     Channel,
-    Closable,
     Deadline,
     DoneSending,
     Listener,
     LocalMemoryTransport,
-    MappedRegion,
     Message,
-    Region,
     Sending,
     check_header,
     format_address,
     parse_address,
 )
+from pdxfer.transport.regions import Closable, MappedRegion, Region
 from pdxfer.transport.runs import byte_view
 
 __all__ = ["MemoryTransport"]

@@ -14,6 +14,11 @@ from numpy.typing import NDArray
 
 from pdxfer.errors import MisuseError
 
+try:
+    from pdxfer import _native
+except ImportError:  # no compiler where pdxfer was installed
+    _native = None  # type: ignore[assignment]
+
 __all__ = [
     "MAX_REGION_BYTES",
     "Runs",
@@ -116,7 +121,13 @@ def _merge(target_offsets: Runs, source_offsets: Runs, lengths: Runs) -> tuple[R
 
 
 def copy_runs(target: memoryview, source: memoryview, target_offsets: Runs, source_offsets: Runs, lengths: Runs) -> int:
-    """Copy checked runs between two memories of this process; returns the bytes copied."""
+    """Copy checked runs between two memories of this process, without the GIL where the kernel was built.
+
+    Returns:
+        The bytes copied.
+    """
+    if _native is not None:
+        return _native.copy_runs(target, source, target_offsets, source_offsets, lengths)
     for t, s, n in zip(target_offsets.tolist(), source_offsets.tolist(), lengths.tolist(), strict=True):
         target[t : t + n] = source[s : s + n]
     return int(lengths.sum())

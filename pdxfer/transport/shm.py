@@ -26,30 +26,12 @@ from typing import Any, ClassVar, Literal
 import msgpack
 import numpy as np
 
-from pdxfer.errors import DeadlineError, MisuseError, TransportError
-from pdxfer.transport.base import (
-    Address,
-    Channel,
-    Closable,
-    Deadline,
-    Listener,
-    Region,
-    Transport,
-    format_address,
-    parse_address,
-    parse_fields,
-)
+from pdxfer.errors import DeadlineError, ExhaustedError, MisuseError, TransportError
+from pdxfer.transport.base import Address, Channel, Deadline, Listener, Transport, format_address, parse_address
+from pdxfer.transport.regions import Closable, Region, parse_fields
 from pdxfer.transport.runs import check_nbytes, writable_view
-from pdxfer.transport.shm_channel import (
-    SharedRegion,
-    ShmChannel,
-    ShmRegion,
-    check_peer,
-    try_receive,
-    try_send,
-    wait_for,
-)
-from pdxfer.transport.vm import UseCount
+from pdxfer.transport.shm_channel import SharedRegion, ShmChannel, ShmRegion
+from pdxfer.transport.unix import UseCount, check_peer, try_receive, try_send, wait_for
 
 __all__ = ["ShmTransport"]
 
@@ -90,15 +72,21 @@ class ShmTransport(Transport):
             path = _path(parse_address(address).expect(self.scheme))
             _check_private(os.path.dirname(path))
             return self._adopt(ShmListener(self, path))
-        _sweep(self._directory)
-        return self._adopt(_listen_fresh(self, self._directory))
+        try:
+            _sweep(self._directory)
+            return self._adopt(_listen_fresh(self, self._directory))
+        except OSError as error:
+            raise TransportError(
+                f"can't make a socket directory under {self._directory}: {error.strerror}",
+                hint="set TMPDIR, or say ShmTransport(directory=...)",
+            ) from error
 
     def connect(self, address: str, *, timeout_s: float) -> Channel:
         """Connect to a socket of the same user."""
         self._check_usable()
         deadline = Deadline(timeout_s)
         path = _path(parse_address(address).expect(self.scheme))
-        data = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        data = _new_socket()
         try:
             _connect(data, path, deadline)
             process_id = check_peer(data)
@@ -160,7 +148,7 @@ class ShmListener(Listener):
 
     def __init__(self, transport: ShmTransport, path: str, cleanup: Callable[[], None] = lambda: None) -> None:
         self._transport, self._path, self._cleanup = transport, path, cleanup
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        self._socket = _new_socket()
         try:
             _bind(self._socket, path)
             os.chmod(path, 0o600)
@@ -371,6 +359,13 @@ def _sweep(base: str) -> None:
                 _remove(directory, lock)
 
 
+def _new_socket() -> socket.socket:
+    try:
+        return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+    except OSError as error:
+        raise ExhaustedError(f"no file descriptor for a socket: {error.strerror}") from error
+
+
 def _bind(sock: socket.socket, path: str) -> None:
     try:
         sock.bind(path)
@@ -384,12 +379,11 @@ def _bind(sock: socket.socket, path: str) -> None:
 
 def _is_dead(path: str) -> bool:
     """Whether a socket file has nobody behind it."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) as probe:
+    with _new_socket() as probe:
         return stat.S_ISSOCK(os.lstat(path).st_mode) and probe.connect_ex(path) == errno.ECONNREFUSED
 
 
 def _connect(sock: socket.socket, path: str, deadline: Deadline) -> None:
-    sock.setblocking(False)
     while True:
         try:
             sock.connect(path)

@@ -20,7 +20,6 @@ This file knows the packets, not how two processes found each other (``shm.py``)
 
 from __future__ import annotations
 
-import array
 import errno
 import os
 import select
@@ -39,21 +38,18 @@ from pdxfer.transport.base import (
     MAX_HEADER_BYTES,
     WINDOW_MESSAGES,
     Channel,
-    Closable,
     Deadline,
     DoneSending,
-    MappedRegion,
     Message,
-    Region,
-    RegionDescriptor,
-    RemoteRegion,
     Sending,
     check_header,
 )
+from pdxfer.transport.regions import Closable, MappedRegion, Region, RegionDescriptor, RemoteRegion
 from pdxfer.transport.runs import byte_view
-from pdxfer.transport.vm import PeerProcess, ProcessRegion, UseCount, allow_reads_by, create_memfd, map_memfd
+from pdxfer.transport.unix import UseCount, try_receive, try_send, wait_for
+from pdxfer.transport.vm import PeerProcess, ProcessRegion, allow_reads_by, create_memfd, map_memfd
 
-__all__ = ["SharedRegion", "ShmChannel", "ShmOwner", "ShmRegion", "check_peer", "try_receive", "try_send", "wait_for"]
+__all__ = ["SharedRegion", "ShmChannel", "ShmOwner", "ShmRegion"]
 
 _MESSAGE, _PAYLOAD, _REGION, _RETIRE = 1, 2, 3, 4
 _PREFIX = struct.Struct("<B3xIQQQQ")  # kind, header bytes, sequence number, region id, offset, length
@@ -61,64 +57,6 @@ _ACK = struct.Struct("<Q")
 _PACKET_BYTES = _PREFIX.size + MAX_HEADER_BYTES + 4096
 _REGIONS_MAX = 1024  # that a peer may have mapped here at a time
 _EMPTY = memoryview(b"")
-
-
-# -- sockets -------------------------------------------------------------------------------------
-
-
-def wait_for(sock: socket.socket, event: int, deadline: Deadline) -> bool:
-    """Wait until the socket is ready for ``event`` or broken; False when the deadline came first."""
-    poll = select.poll()
-    poll.register(sock, event)
-    return bool(poll.poll(deadline.left_ms()))
-
-
-def try_send(sock: socket.socket, parts: Sequence[bytes], fds: Sequence[int] = ()) -> bool:
-    """Send one packet whole, or return False when there is no room."""
-    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-    try:
-        sock.sendmsg(parts, rights, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def try_receive(sock: socket.socket, buffer: bytearray) -> tuple[int, list[int]] | None:
-    """Receive one packet into ``buffer``; None when there is none.
-
-    Returns:
-        Its size (0 means that the peer is gone) and at most one file descriptor, which is now the caller's.
-
-    Raises:
-        TransportError: the packet was cut off or brought more descriptors; they are closed.
-    """
-    rights_bytes = socket.CMSG_SPACE(4 * array.array("i").itemsize)
-    try:
-        nbytes, rights, flags, _ = sock.recvmsg_into(
-            [buffer], rights_bytes, socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
-        )
-    except BlockingIOError:
-        return None
-    fds = array.array("i")
-    for level, kind, data in rights:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
-    if len(fds) > 1 or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-        for fd in fds:
-            os.close(fd)
-        raise TransportError("the peer sent a packet that is too long or brings too many files")
-    return nbytes, fds.tolist()
-
-
-def check_peer(sock: socket.socket) -> int:
-    """Return the peer's process id as the kernel tells it; raises TransportError when it runs as another user."""
-    process_id, user_id, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    if user_id != os.geteuid():
-        raise TransportError(
-            f"the peer runs as user {user_id}, this process as {os.geteuid()}",
-            hint="shared memory is for processes of one user; use tcp:// between users",
-        )
-    return int(process_id)
 
 
 # -- what is sent --------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from typing import ClassVar
 
 import zmq
 
-from pdxfer.errors import DeadlineError, MisuseError, TransportError
+from pdxfer.errors import DeadlineError, ExhaustedError, MisuseError, TransportError
 from pdxfer.transport.base import (
     MAX_HEADER_BYTES,
     Address,
@@ -32,8 +32,8 @@ from pdxfer.transport.base import (
     LocalMemoryTransport,
     format_address,
     parse_address,
-    parse_fields,
 )
+from pdxfer.transport.regions import parse_fields
 from pdxfer.transport.tcp_channel import CREDITS, HELLO, MAGIC, READY, REFUSE, VERSION, WELCOME, TcpChannel, pack
 from pdxfer.transport.tcp_io import ConnectedLine, Frames, Hub, IoThread, Line, SocketOptions
 
@@ -80,7 +80,10 @@ class TcpTransport(LocalMemoryTransport):
             heartbeat_s=heartbeat_s,
             dead_after_s=dead_after_s,
         )
-        self.io = IoThread("pdxfer-tcp")
+        try:
+            self.io = IoThread("pdxfer-tcp")
+        except (OSError, zmq.ZMQError) as error:
+            raise ExhaustedError(f"no thread or file descriptor for a tcp transport: {error}") from error
 
     def listen(self, address: str = "") -> Listener:
         """Bind; "" is a free loopback port, port 0 a free one of that host."""
@@ -202,7 +205,7 @@ class TcpListener(Listener):
         line.post([pack(REFUSE, why)])
 
     def accept(self, timeout_s: float) -> Channel:
-        """Welcome the oldest peer that waits; skip those that are gone."""
+        """Welcome the oldest peer that waits; skip those that are gone. One that is slow may add up to a second."""
         deadline = Deadline(timeout_s)
         while True:
             with self._changed:

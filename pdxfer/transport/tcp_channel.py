@@ -33,15 +33,13 @@ from pdxfer.transport.base import (
     MAX_HEADER_BYTES,
     WINDOW_MESSAGES,
     Channel,
-    Closable,
     Deadline,
     DoneSending,
     Message,
-    Region,
     Sending,
     check_header,
-    parse_fields,
 )
+from pdxfer.transport.regions import Closable, Region, parse_fields
 from pdxfer.transport.runs import byte_view
 from pdxfer.transport.tcp_io import Frames, IoThread, Line
 

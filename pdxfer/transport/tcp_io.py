@@ -147,12 +147,17 @@ class IoThread:
             for line in list(self.lines):
                 line.end(f"the I/O thread failed: {error!r}")
 
+    def _end_lines(self) -> None:
+        for line in list(self.lines):
+            line.end("the transport is closed")
+
     def close(self) -> None:
-        """Run what was called, end the thread, then close what is left of the sockets and the context."""
+        """Run what was called, end all lines and the thread, then close what is left of the sockets."""
         with self._lock:
             if self._stopping:
                 return
             self._stopping = True
+            self._calls.append(self._end_lines)
             os.eventfd_write(self._wake, 1)
         self._thread.join()
         os.close(self._wake)

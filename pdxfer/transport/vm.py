@@ -17,18 +17,16 @@ import fcntl
 import mmap
 import os
 import select
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pdxfer.errors import ExhaustedError, TransportError
-from pdxfer.transport.base import RegionDescriptor, RemoteRegion
+from pdxfer.transport.regions import RegionDescriptor, RemoteRegion
 from pdxfer.transport.runs import Runs, check_runs
+from pdxfer.transport.unix import UseCount
 
-__all__ = ["PeerProcess", "ProcessRegion", "UseCount", "allow_reads_by", "create_memfd", "map_memfd"]
+__all__ = ["PeerProcess", "ProcessRegion", "allow_reads_by", "create_memfd", "map_memfd"]
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _IOV_MAX = 1024
@@ -40,50 +38,6 @@ _PR_SET_PTRACER_ANY = -1
 Addresses = NDArray[np.uint64]
 
 _libc = ctypes.CDLL(None, use_errno=True)
-
-
-class UseCount:
-    """Closes file descriptors that threads may still be blocked on, without ever letting a number be reused under them.
-
-    ``close`` first runs ``wake`` (what ends a blocking wait), and ``release`` when the last user has left.
-    """
-
-    def __init__(self, *, wake: Callable[[], None], release: Callable[[], None]) -> None:
-        self._wake, self._release = wake, release
-        self._lock = threading.Lock()
-        self._users = 0
-        self.closing = False
-
-    @contextmanager
-    def use(self, what: str) -> Iterator[None]:
-        """Hold the descriptors open; raises TransportError when they are closed or closing."""
-        with self._lock:
-            if self.closing:
-                raise TransportError(f"{what} is closed")
-            self._users += 1
-        try:
-            yield
-        finally:
-            self._leave()
-
-    def _leave(self) -> None:
-        with self._lock:
-            self._users -= 1
-            last = self.closing and not self._users
-        if last:
-            self._release()
-
-    def close(self) -> None:
-        """End it; idempotent. Does not wait for the users."""
-        with self._lock:
-            if self.closing:
-                return
-            self.closing = True
-            idle = not self._users
-            if not idle:
-                self._wake()
-        if idle:
-            self._release()
 
 
 # -- memfd ---------------------------------------------------------------------------------------

@@ -340,7 +340,7 @@ def _prove_ends(plan: Plan, item: CopyItem) -> None:
     """Both ends hold what the item says they hold, in the rows and dtypes that it says."""
     have = (plan.target if item.relay else plan.source).ranks[item.source].holdings[item.source_holding]
     want = plan.target.ranks[item.target].holdings[item.target_holding]
-    if not have.box.contains(item.box) or not set(item.layers) <= set(have.layers) or have.component != item.component:
+    if have.component != item.component or not have.box.contains(item.box) or not set(item.layers) <= set(have.layers):
         raise InternalError(
             f"{item.component}: source rank {item.source} does not hold {item.box} of layers {item.layers}"
         )

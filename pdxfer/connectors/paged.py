@@ -155,6 +155,10 @@ class PagedCaches:
         with self._lock:
             return {pool: len(free) for pool, free in self._free.items()}
 
+    def totals(self) -> dict[str, int]:
+        """All pages (slots) by pool."""
+        return dict(self._totals)
+
     def read(self, component: str, layer: int, tables: PageTables, tokens: int) -> Bits:
         """Return the rows of one component of one layer as ``[rows, *box]``, a copy."""
         rows: Bits = self._view(component, layer)[self._index(component, layer, tables, tokens)]

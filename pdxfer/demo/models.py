@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Generator, Tensor
     from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = ["MODELS", "VOCABULARY", "build_model", "demo_config", "tp_sizes"]
+__all__ = ["MODELS", "VOCABULARY", "build_model", "demo_config", "tp_sizes", "variant"]
 
 VOCABULARY = 128
 
@@ -147,23 +147,29 @@ def tp_sizes(name: str) -> tuple[tuple[int, ...], ...]:
     return tuple(_divisors(units) for units in _VARIANTS)
 
 
-def demo_config(name: str, sizes: Iterable[int] = (1,)) -> PretrainedConfig:
-    """Return a tiny config of architecture ``name`` that can be cut over every TP size in ``sizes``.
+def variant(name: str, sizes: Iterable[int]) -> int:
+    """Return the units of the variant of ``name`` that can be cut over every TP size in ``sizes``.
 
     Raises:
         MisuseError: unknown name, or no variant fits all sizes; the hint lists what works.
     """
-    from transformers import AutoConfig
-
-    wanted = tuple(sizes)
+    wanted = set(sizes)
     variants = tp_sizes(name)
     for units, fits in zip(_VARIANTS, variants, strict=True):
-        if set(wanted) <= set(fits):
-            model_type, fields = _BUILDERS[name]
-            return AutoConfig.for_model(model_type, **fields(units))
+        if wanted <= set(fits):
+            return units
     options = " or from ".join("{" + ", ".join(map(str, fits)) + "}" for fits in variants)
-    message = f"{name} can't be cut over TP sizes {sorted(set(wanted))} at once"
+    message = f"{name} can't be cut over TP sizes {sorted(wanted)} at once"
     raise MisuseError(message, hint=f"take all sizes from {options}")
+
+
+def demo_config(name: str, sizes: Iterable[int] = (1,)) -> PretrainedConfig:
+    """Return a tiny config of architecture ``name`` that can be cut over every TP size in ``sizes``; see `variant`."""
+    from transformers import AutoConfig
+
+    units = variant(name, sizes)
+    model_type, fields = _BUILDERS[name]
+    return AutoConfig.for_model(model_type, **fields(units))
 
 
 def build_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:

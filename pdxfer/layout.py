@@ -36,6 +36,10 @@ from pdxfer.spec import DTYPE_BYTES, CacheSpec, Component, Growth, canonical_dig
 __all__ = ["Box", "Holding", "Layout", "RankLayout", "RegionShape", "TokenOwnership", "boxes_cover"]
 
 
+#: Addresses are computed in 64-bit integers; a peer's layout may not make them overflow.
+_BYTES_MAX = 1 << 60
+
+
 @dataclass(frozen=True, slots=True)
 class Box:
     """Half-open hyper-rectangle in the element coordinates of a component's axes."""
@@ -105,6 +109,10 @@ class RegionShape:
     name: str
     nbytes: int
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.nbytes <= _BYTES_MAX:
+            raise MisuseError(f"region {self.name!r} has {self.nbytes} B; at most {_BYTES_MAX} are possible")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:
@@ -159,6 +167,9 @@ class Holding:
             or min(self.page_stride, self.pages, self.page_rows) < 1
         ):
             raise MisuseError(f"{self.component}: strides, page_stride, pages and page_rows must be positive")
+        sizes = (*self.strides, *self.offsets, self.row_stride, self.page_stride, self.pages, self.page_rows)
+        if max(sizes) > _BYTES_MAX:
+            raise MisuseError(f"{self.component}: a stride, offset or count is beyond {_BYTES_MAX}")
         self._check_no_overlap()
 
     def _check_no_overlap(self) -> None:

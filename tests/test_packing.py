@@ -97,8 +97,8 @@ def test_random_pairs(batch):
     """Go on until so many *different* pairs were tried: hypothesis likes to vary an example it has."""
     tally: Counter = Counter()
     pairs: set[tuple[str, str]] = set()
-    for round_number in range(60):
-        run_law(cases(), 20, 1000 * batch + round_number, tally, pairs)
+    for round_number in range(100):
+        run_law(cases(), 10, 1000 * batch + round_number, tally, pairs)
         if len(pairs) >= PAIRS_PER_BATCH:
             break
     tried, refused = tally["accepted"] + tally["refused"], tally["refused"]

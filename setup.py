@@ -2,4 +2,11 @@
 
 from setuptools import Extension, setup
 
-setup(ext_modules=[Extension("pdxfer._native", ["pdxfer/_native.c"], extra_compile_args=["-O3"], optional=True)])
+kernel = Extension(
+    "pdxfer._native",
+    ["pdxfer/_native.c", "pdxfer/_xxh3.c"],
+    depends=["pdxfer/_xxh3.h"],
+    extra_compile_args=["-O3"],
+    optional=True,
+)
+setup(ext_modules=[kernel])

@@ -1,10 +1,11 @@
 """The compiled copy kernel (``_native.c``); optional, ``packing.py`` has a NumPy path for when it was not built.
 
-Both functions check every argument before the first byte moves, in arithmetic that can't overflow, and copy without
+All functions check every argument before the first byte moves, in arithmetic that can't overflow, and copy without
 the GIL. The caller keeps the offset arrays unchanged meanwhile. Target and source must not overlap in memory; that is
 not checked. Buffers are C-contiguous; offsets, rows and lengths are one-dimensional int64 arrays of one length.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,27 @@ def copy_boxes(
         OverflowError: a scalar argument outside 64 bits.
     """
 
+_Buffer = memoryview | bytearray | npt.NDArray[Any]
+_Runs = npt.NDArray[np.int64]
+
+def copy_parts(
+    parts: Sequence[tuple[_Buffer, int, _Runs, _Buffer | bytes, int, _Runs, _Runs]], seed: int | None = None
+) -> bytes | None:
+    """Copy runs between several pairs of buffers, and digest what then lies in the targets.
+
+    Args:
+        parts: (target, target_base, target_offsets, source, source_base, source_offsets, lengths); an offset counts
+            from its base. All parts are checked before the first byte moves.
+        seed: of XXH3-128 (64 bit), or None for no digest.
+
+    Returns:
+        None without a seed; else the 16 bytes of the digest of all runs in order, read back from the targets' own
+        memory a few KiB behind the copy, as ``xxhash.xxh3_128_digest`` has them.
+
+    Raises:
+        ValueError, TypeError: as ``copy_runs``; also a digest of 240 bytes or less (their rule is another one).
+    """
+
 def copy_runs(
     target: memoryview | bytearray | npt.NDArray[Any],
     source: memoryview | bytearray | bytes | npt.NDArray[Any],
@@ -51,3 +73,6 @@ def copy_runs(
     Raises:
         ValueError, TypeError: as ``copy_boxes``.
     """
+
+def digest_parts(parts: Sequence[tuple[_Buffer | bytes, int, _Runs, _Runs]], seed: int) -> bytes:
+    """Digest runs of several buffers where they lie: parts are (buffer, base, offsets, lengths); see ``copy_parts``."""

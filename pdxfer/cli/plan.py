@@ -1,0 +1,202 @@
+"""``pdxfer plan``: who sends what to whom between two workers, as tables and a picture, or as one JSON object.
+
+In come a model and two workers; out goes what ``plan_report`` computes. No arithmetic on layouts in here.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import click
+
+from pdxfer.cli.plan_report import ComponentShare, Pair, PlanReport, parse_worker, plan_report
+from pdxfer.errors import MisuseError
+from pdxfer.models import load_config, spec_from_config
+from pdxfer.sizing import parse_bytes
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+__all__ = ["plan"]
+
+_SHADES = "·░▒▓█"
+
+
+@click.command()
+@click.argument("model", metavar="MODEL|config.json")
+@click.option("--from", "source", default="tp=1", show_default=True, metavar="WORKER", help="The source worker.")
+@click.option("--to", "target", default="tp=1", show_default=True, metavar="WORKER", help="The target worker.")
+@click.option(
+    "--tokens", type=click.IntRange(1, 1 << 30), default=32768, show_default=True, help="Tokens of the request."
+)
+@click.option("--first-token", type=click.IntRange(0), default=0, help="Tokens that the target has already.")
+@click.option("--chunk", default="8MiB", show_default=True, metavar="SIZE", help="Upper bound of one message.")
+@click.option("--fan-out/--no-fan-out", default=True, show_default=True, help="Send once per host and relay there.")
+@click.option("--pairs", type=click.IntRange(0), default=32, show_default=True, help="Rows of pairs; 0 shows all.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def plan(
+    model: str,
+    source: str,
+    target: str,
+    tokens: int,
+    first_token: int,
+    chunk: str,
+    fan_out: bool,
+    pairs: int,
+    as_json: bool,
+) -> None:
+    """Show who sends what to whom between two worker layouts.
+
+    MODEL is a preset's name, a config.json, or a directory that holds one.
+
+    WORKER is a list such as tp=4,pp=30+34,page=64,placement=unified. Keys: tp, pp, cp, interleave, page, placement
+    (per_layer, per_request, unified), order (nhd, hnd), packed (yes, no), conv (ct, tc), state (kv, vk), kv_dtype,
+    conv_dtype, state_dtype, accepts, before, spec, hosts, ranks_per_host.
+    """
+    spec = spec_from_config(load_config(model))
+    if first_token > tokens:
+        raise MisuseError(f"--first-token {first_token} is beyond --tokens {tokens}")
+    chunk_bytes = parse_bytes(chunk)
+    if chunk_bytes < 4096:
+        raise MisuseError(f"--chunk {chunk} is too small; a message has at least 4 KiB")
+    layouts = [parse_worker(text, spec, tokens) for text in (source, target)]
+    report = plan_report(*layouts, tokens=tokens, first_token=first_token, chunk_bytes=chunk_bytes, fan_out=fan_out)
+    if as_json:
+        click.echo(json.dumps({"model": model, "from": source, "to": target, **report.to_json()}, indent=2))
+    else:
+        _print(f"{model} ({spec.model}), {tokens:,} tokens: {source} to {target}", report, pairs)
+
+
+def _print(title: str, report: PlanReport, pairs: int) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=110)
+    console.print(title, style="bold", markup=False)
+    _print_pairs(console, report, pairs)
+    _print_components(console, report)
+    _print_matrix(console, report, relay=False)
+    if any(pair.relay for pair in report.pairs):
+        _print_matrix(console, report, relay=True)
+    _print_totals(console, report)
+
+
+def _print_pairs(console: Console, report: PlanReport, most: int) -> None:
+    rows = sorted(report.pairs, key=lambda p: (p.relay, -p.nbytes, p.source, p.target))
+    shown = rows[:most] if most else rows
+    table = _table("who sends to whom", "bytes", "messages", "components")
+    for pair in sorted(shown, key=lambda p: (p.relay, p.source, p.target)):
+        arrow = (
+            f"target {pair.source} -> target {pair.target}, relay" if pair.relay else f"{pair.source} -> {pair.target}"
+        )
+        table.add_row(arrow, _bytes(pair.nbytes), str(pair.messages), _families(pair))
+    console.print(table)
+    if left := rows[len(shown) :]:
+        nbytes = _bytes(sum(p.nbytes for p in left))
+        console.print(f"... and {len(left)} more pairs with {nbytes} together (--pairs 0 shows all)", markup=False)
+
+
+def _families(pair: Pair) -> str:
+    """Bytes by family: conv.q, conv.k and conv.v are shown as one."""
+    found: dict[str, int] = {}
+    for name, nbytes in pair.components.items():
+        family = name.partition(".")[0]
+        found[family] = found.get(family, 0) + nbytes
+    return (
+        ", ".join(f"{name} {_bytes(nbytes)}" for name, nbytes in found.items() if nbytes) or "nothing: only completes"
+    )
+
+
+def _print_components(console: Console, report: PlanReport) -> None:
+    table = _table("component", "unique", "network", "x unique", "relayed", "dedup", "per source rank")
+    for share in report.shares:
+        table.add_row(share.component, *_share_cells(share), _span(share))
+    table.add_section()
+    whole = [report.total(f) for f in ("unique_bytes", "network_bytes", "relayed_bytes")]
+    ratio = whole[1] / whole[0] if whole[0] else 1.0
+    table.add_row(
+        "total", _bytes(whole[0]), _bytes(whole[1]), f"{ratio:.2f}", _bytes(whole[2]), f"{report.dedup_ratio:.2f}", ""
+    )
+    console.print(table)
+
+
+def _share_cells(share: ComponentShare) -> tuple[str, ...]:
+    data = share.to_json()
+    return (
+        _bytes(share.unique_bytes),
+        _bytes(share.network_bytes),
+        f"{data['network_to_unique']:.2f}",
+        _bytes(share.relayed_bytes),
+        f"{data['dedup_ratio']:.2f}",
+    )
+
+
+def _span(share: ComponentShare) -> str:
+    least, most = _bytes(share.least_bytes), _bytes(share.most_bytes)
+    return most if least == most else f"{least} to {most}"
+
+
+def _print_matrix(console: Console, report: PlanReport, *, relay: bool) -> None:
+    """One cell per pair of ranks, darker for more bytes."""
+    cells = {(p.source, p.target): p.nbytes for p in report.pairs if p.relay == relay}
+    rows = len(report.plan.target if relay else report.plan.source)
+    columns = len(report.plan.target)
+    most = max(cells.values(), default=0)
+    givers = "target rank" if relay else "source rank"
+    what = "relays inside target hosts" if relay else "bytes over the network"
+    console.print(f"{what}: rows are {givers}s, columns target ranks", markup=False)
+    wide = max(2, len(str(columns - 1)) + 1) if columns * 3 < console.width - 8 else 1
+    if wide > 1:
+        console.print(" " * 6 + "".join(f"{column:>{wide}}" for column in range(columns)), markup=False)
+    for row in range(rows):
+        shades = (_shade(cells.get((row, column), 0), most) for column in range(columns))
+        console.print(f"{row:>5} " + "".join(f"{shade:>{wide}}" for shade in shades), markup=False, soft_wrap=True)
+    steps = len(_SHADES) - 1
+    legend = (f"{shade} up to {_bytes(most * i // steps)}" for i, shade in enumerate(_SHADES) if i)
+    console.print(f"      {_SHADES[0]} nothing  {'  '.join(legend)}\n", markup=False)
+
+
+def _shade(nbytes: int, most: int) -> str:
+    return _SHADES[-(-nbytes * (len(_SHADES) - 1) // most)] if nbytes else _SHADES[0]
+
+
+def _print_totals(console: Console, report: PlanReport) -> None:
+    hosts = len({r.host for r in report.plan.target.ranks})
+    naive, sent = _bytes(report.total("naive_bytes")), _bytes(report.total("network_bytes"))
+    lines = (
+        f"Unique {_bytes(report.total('unique_bytes'))}; sent over the network {sent} in {report.messages():,} messages"
+        f" of at most {_bytes(report.chunk_bytes)}; relayed on {hosts} target host{'s' if hosts > 1 else ''}"
+        f" {_bytes(report.total('relayed_bytes'))} in {report.messages(relay=True):,}",
+        f"If every target rank fetched its own copy: {naive}, {report.dedup_ratio:.2f} times as much",
+        f"Plan: {len(report.plan.items):,} copy items, cold {report.cold_s * 1e3:.1f} ms (digests, plan, proof);"
+        f" per request {report.request_s * 1e3:.2f} ms (busiest target rank)",
+        f"Digest {report.plan.digest}",
+    )
+    for line in lines:
+        console.print(line, markup=False)
+
+
+def _table(*columns: str) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for i, column in enumerate(columns):
+        text = i == 0 or column == "components"
+        table.add_column(column, justify="left" if text else "right", no_wrap=i == 0)
+    return table
+
+
+def _bytes(value: int) -> str:
+    """Three digits and a binary unit for people; exact below 10 KiB."""
+    if value < 10240:
+        return f"{value:,} B"
+    scaled = float(value)
+    for unit in ("KiB", "MiB", "GiB"):
+        scaled /= 1024
+        if scaled < 1024:
+            return f"{scaled:,.1f} {unit}"
+    return f"{scaled / 1024:,.1f} TiB"

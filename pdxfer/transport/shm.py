@@ -39,6 +39,7 @@ _MAGIC = "pdxfer-shm"
 _VERSION = 1
 _SUN_PATH_BYTES = 107  # sun_path is 108 bytes with its closing zero
 _HELLO_S = 5.0  # a peer that connected has so long to introduce itself
+_GRACE_S = 1.0  # and so long at least, when it came at the end of accept's time
 _SEND_BUFFER_BYTES = 1 << 20
 _DIRECTORY_PREFIX = "pdxfer-shm-"
 
@@ -164,7 +165,7 @@ class ShmListener(Listener):
         return format_address(Address(scheme="shm", location=self._path))
 
     def accept(self, timeout_s: float) -> Channel:
-        """Take the next peer of our user that introduces itself."""
+        """Take the next peer of our user that introduces itself; one that is slow may add up to a second."""
         deadline = Deadline(timeout_s)
         with self._open.use(self.contact_address):
             while True:
@@ -173,7 +174,7 @@ class ShmListener(Listener):
                 data = self._try_accept()
                 if data is None:
                     continue
-                channel = self._try_welcome(data, Deadline(deadline.left_s(_HELLO_S)))
+                channel = self._try_welcome(data, Deadline(max(_GRACE_S, deadline.left_s(_HELLO_S))))
                 if channel is not None:
                     return channel
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 import socket
@@ -231,7 +232,16 @@ def test_who_does_not_wait_for_the_welcome_is_cut(transport, impostor, listener)
     check_alive(transport, listener)
 
 
-@pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n\r\n", os.urandom(1000), b"\xff" + bytes(8) + b"\x7f\x03", b""])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\xff" + bytes(8) + b"\x7f\x03",
+        b"\x01\x00" + b"\x05\x00abcd" * 100,  # ZMTP 1.0, which has no handshake
+        b"",
+        *(random.Random(seed).randbytes(1000) for seed in range(20)),
+    ],
+)
 def test_what_is_not_zmq_at_all(transport, listener, data):
     host, port = tcp.split_host_port(listener.contact_address.removeprefix("tcp://"))
     with socket.create_connection((host, port)) as raw:

@@ -204,7 +204,7 @@ class Line(ABC):
 
     def deliver(self, frames: Frames) -> None:
         """Pass one message on."""
-        if self.alive:
+        if self.alive and frames:
             self.on_message(frames)
 
     @abstractmethod
@@ -363,7 +363,10 @@ class Hub:
 
     def _greet(self, identity: bytes, frames: Frames) -> None:
         """First message of a connection: find its file descriptor and make it a line."""
-        fd = int(frames[0].get(_SRCFD))
+        try:
+            fd = int(frames[0].get(_SRCFD))
+        except zmq.ZMQError:
+            return  # garbage that ZMQ took for its oldest protocol, in which connections have no properties
         self._read_monitor()  # so that an older connection with this number is gone from our books
         try:
             connection = socket.socket(fileno=os.dup(fd))

@@ -31,8 +31,12 @@ _MODELS = ("falcon-h1", "kimi-linear", "nemotron-h", "qwen3-next")
 @click.option("--decode-tp", type=click.IntRange(1), default=2, show_default=True, help="Ranks that decode.")
 @click.option("--prompt-tokens", type=click.IntRange(1, 16384), default=1000, show_default=True, help="Prompt length.")
 @click.option("--transport", type=click.Choice(("shm", "tcp")), default="shm", show_default=True, help="Data path.")
-@click.option("--prefill-page-tokens", type=click.IntRange(1), default=16, show_default=True, help="Tokens per page.")
-@click.option("--decode-page-tokens", type=click.IntRange(1), default=10, show_default=True, help="Tokens per page.")
+@click.option(
+    "--prefill-page-tokens", type=click.IntRange(1, 65536), default=16, show_default=True, help="Tokens per page."
+)
+@click.option(
+    "--decode-page-tokens", type=click.IntRange(1, 65536), default=10, show_default=True, help="Tokens per page."
+)
 @click.option("--all", "every", is_flag=True, help="Every model; TP 4 to 2, 2 to 4, 3 to 2 and 1 to 4.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def demo(

@@ -127,11 +127,11 @@ class Link:
 
 
 def _error_values(error: PdxferError) -> dict[str, Any]:
-    return {"kind": type(error).__name__, "message": error.message, "hint": error.hint, "exit_code": error.exit_code}
+    return {"reason": error.reason, "message": error.message, "hint": error.hint, "exit_code": error.exit_code}
 
 
 def _error_from(values: dict[str, Any]) -> PdxferError:
-    error = PdxferError(values["message"], hint=values["hint"], reason=values["kind"])
+    error = PdxferError(values["message"], hint=values["hint"], reason=values["reason"])
     error.exit_code = values["exit_code"]
     return error
 
@@ -364,28 +364,23 @@ def _decode(job: Job, link: Link) -> None:
 
 
 def take_over(agent: Agent, paged: PagedCaches, ticket: str, tokens: int, job: Job) -> tuple[PageTables, Received]:
-    """Fetch a request into pages of our own; returns once every rank of this worker has its share, or raises."""
+    """Fetch a request into pages of our own; returns once every rank of this worker has its share.
+
+    A request runs on all ranks or on none. Here a rank that fails tells the parent, which ends the others; a server's
+    scheduler would let all ranks free their pages and send the request to prefill again.
+    """
     tables = paged.allocate(tokens)
-    try:
-        numbers = {name: table.tolist() for name, table in tables.items()}
-        received = agent.fetch(ticket, numbers, timeout_s=job.timeout_s)
-    except PdxferError:
-        _all_ready(job, ready=False)
-        raise
-    if not _all_ready(job, ready=True):
-        raise PeerError("another rank of this worker did not get its share")
+    numbers = {name: table.tolist() for name, table in tables.items()}
+    received = agent.fetch(ticket, numbers, timeout_s=job.timeout_s)
+    _wait_for_all(job)
     return tables, received
 
 
-def _all_ready(job: Job, *, ready: bool) -> bool:
-    """Whether every rank of the worker is ready: a request runs on all of them or on none."""
-    import torch
+def _wait_for_all(job: Job) -> None:
     import torch.distributed as dist
 
-    flag = torch.tensor([int(ready)])
     if job.tp > 1:
-        dist.all_reduce(flag, op=dist.ReduceOp.MIN)
-    return bool(flag)
+        dist.barrier()
 
 
 def _figures(agent: Agent, received: Received) -> dict[str, Any]:

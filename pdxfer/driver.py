@@ -150,8 +150,7 @@ class EdgeReader:
                 waited = time.perf_counter() - asked
                 self.stats.seconds["pack"] += frame.pack_s + frame.digest_s
                 self.stats.seconds["move"] += max(0.0, waited - frame.pack_s - frame.digest_s)
-                if frame.chunk >= len(self.program.chunks):
-                    raise PeerError(f"chunk {frame.chunk} of {len(self.program.chunks)} came", reason="PROTOCOL")
+                intake.expect(frame.chunk)
                 self._take(self.program.chunks[frame.chunk], frame, message, source)
             intake.accept(frame.chunk)
             self.stats.messages += 1

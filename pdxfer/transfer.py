@@ -315,10 +315,14 @@ class Intake:
         self._next += room
         return wanted
 
-    def accept(self, chunk: int) -> None:
-        """Count an arrived, verified chunk; raises PeerError for one that was not asked for or came before."""
+    def expect(self, chunk: int) -> None:
+        """Raise PeerError for a chunk that was not asked for or came before; call it before looking at the bytes."""
         if chunk not in self._underway:
             raise PeerError(f"chunk {chunk} came unasked", reason="PROTOCOL")
+
+    def accept(self, chunk: int) -> None:
+        """Count an arrived, verified chunk; raises as ``expect`` does."""
+        self.expect(chunk)
         self._underway.remove(chunk)
         self.received += 1
 

@@ -48,6 +48,7 @@ __all__ = ["Fetch", "Received"]
 
 _RPC_S = 5.0
 _JOIN_S = 10.0
+_ABORT_S = 1.0
 _log = logging.getLogger("pdxfer.agent")
 
 
@@ -113,6 +114,10 @@ class Fetch:
     def done(self) -> bool:
         """Whether ``wait`` returns at once."""
         return self._done.is_set()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait until it has ended, well or not, and its pages are put back; False when it has not in time."""
+        return self._done.wait(timeout_s)
 
     def cancel(self, why: str = "cancelled by the engine") -> None:
         """Give up; ``wait`` raises AbortedError unless it was READY already."""
@@ -190,14 +195,16 @@ class Fetch:
                 f"fan-out needs the control addresses of sibling ranks {missing}",
                 hint="give them to attach(siblings=...)",
             )
-        network = [
-            self._spawn(threads, plan, Edge(rank, me, False), partial(_same, peer)) for rank, peer in peers.items()
-        ]
+        network = [self._spawn(threads, plan, Edge(rank, me, False), partial(self._source, rank)) for rank in peers]
         siblings = [self._spawn(threads, plan, Edge(rank, me, True), partial(self._sibling, rank)) for rank in relays]
         self._join(network)
         if self._relay is not None:
             self.agent.source.relay_ready(self.ticket.transfer)
         self._join(siblings)
+
+    def _source(self, rank: int) -> Peer:
+        part = self.ticket.rank(rank)
+        return self.agent.peers.get(part.address, epoch=part.epoch, deadline_s=self.deadline_s)
 
     def _sibling(self, rank: int) -> Peer:
         return self.agent.peers.get(self.agent.siblings[rank], epoch=None, deadline_s=self.deadline_s)
@@ -215,7 +222,7 @@ class Fetch:
     def _join(self, threads: Sequence[threading.Thread]) -> None:
         for thread in threads:
             while thread.is_alive():
-                thread.join(timeout=0.5)
+                thread.join(timeout=max(0.0, min(0.5, self.deadline_s - time.monotonic())))
                 if time.monotonic() > self.deadline_s:
                     raise DeadlineError(f"{self.ticket.transfer}: not everything came within the deadline")
         if self._cancel.error is not None:
@@ -224,11 +231,10 @@ class Fetch:
     def _edge(self, plan: Plan, edge: Edge, find: Callable[[], Peer]) -> None:
         """Thread: open, read and complete one edge; the first error of any edge cancels all."""
         try:
-            peer = find()
             try:
-                self._attempt(plan, edge, peer, fresh=False)
-            except _DeadIdleChannel:
-                self._attempt(plan, edge, peer, fresh=True)
+                self._attempt(plan, edge, find(), fresh=False)
+            except _Again:
+                self._attempt(plan, edge, find(), fresh=True)
         except Exception as error:  # noqa: BLE001 - reported through the cancel flag, which _join raises
             self._cancel.set(error)
 
@@ -240,20 +246,29 @@ class Fetch:
             with stats.stage("negotiate"):
                 opened = self._open(peer, plan, edge, program, address)
             with self._lock:
-                self._opened = [(p, o) for p, o in self._opened if p is not peer] + [(peer, opened)]
+                self._opened = [(p, o) for p, o in self._opened if p.address != peer.address] + [(peer, opened)]
             stats.transport, stats.mode = address.partition("://")[0], opened.mode.value
             self._reader(peer, opened, program, channel, stats).run()
             with stats.stage("negotiate"):
                 self._complete(peer, opened, stats)
         except BaseException as error:
             channel.close()
-            if isinstance(error, TransportError) and channel.uses > 1 and not stats.messages:
-                raise _DeadIdleChannel from error
+            if not fresh and self._worth_again(peer, edge, error, idle=channel.uses > 1 and not stats.messages):
+                raise _Again from error
             raise
         with self._lock:
             self._opened.remove((peer, opened))
             self._stats.append(stats)
         self.agent.peers.give_back(peer, address, channel)
+
+    def _worth_again(self, peer: Peer, edge: Edge, error: BaseException, *, idle: bool) -> bool:
+        """Whether what we kept of this peer was out of date: a dead channel, its memory of our layout, its epoch."""
+        reason = getattr(error, "reason", "")
+        outdated = reason == "UNKNOWN_LAYOUT" or (reason == "EPOCH_CHANGED" and edge.relay)
+        broken = isinstance(error, (TransportError, PeerError, DeadlineError)) and not isinstance(error, StaleError)
+        if outdated or broken:
+            self.agent.peers.forget(peer)
+        return outdated or (idle and isinstance(error, TransportError))
 
     def _program(self, plan: Plan, edge: Edge) -> tuple[EdgeProgram, EdgeStats]:
         stats = EdgeStats(edge.source, edge.target, edge.relay)
@@ -309,7 +324,8 @@ class Fetch:
                     Renew(
                         transfer=self.ticket.transfer, epoch=self.agent.epoch, session=opened.session,
                         target_worker=config.worker, target_rank=config.rank,
-                    )
+                    ),
+                    timeout_s=max(0.001, min(_RPC_S, self.deadline_s - now_s)),
                 )  # fmt: skip
 
         return EdgeReader(
@@ -367,6 +383,7 @@ class Fetch:
     def _abort_sources(self, reason: str) -> None:
         """Tell every source that was opened and not completed, so that it need not wait for its lease."""
         config = self.agent.config
+        until_s = time.monotonic() + _ABORT_S
         with self._lock:
             opened = list(self._opened)
         for peer, answer in opened:
@@ -375,7 +392,7 @@ class Fetch:
                 target_worker=config.worker, target_rank=config.rank, reason=reason[:128],
             )  # fmt: skip
             try:
-                peer.client.abort(message, timeout_s=1.0)
+                peer.client.abort(message, timeout_s=max(0.05, until_s - time.monotonic()))
             except PdxferError as error:
                 _log.info("transfer %s: %s could not be told: %s", self.ticket.transfer, peer.address, error.message)
 
@@ -386,12 +403,8 @@ class Fetch:
         self.ledger.fire(self.hold, Event.RELEASE)
 
 
-def _same(peer: Peer) -> Peer:
-    return peer
-
-
-class _DeadIdleChannel(Exception):  # not an error: a kept channel that had died unnoticed
-    """Begin the edge again on a new channel."""
+class _Again(Exception):  # not an error: what we kept of a peer was out of date
+    """Begin the edge again, on a new channel."""
 
 
 class _Timed:

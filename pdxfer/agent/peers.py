@@ -96,10 +96,15 @@ class Peers:
         with self._lock:
             client = self._clients.get(address)
             if client is None:
-                client = self._clients[address] = ControlClient(address)
+                client = self._clients[address] = _client(address)
             known = self._peers.get(address)
         digest = known.description.layout_digest if known else ""
-        found = client.describe(self._hello(digest), timeout_s=_time_left(deadline_s))
+        try:
+            found = client.describe(self._hello(digest), timeout_s=_time_left(deadline_s))
+        except PeerError as error:
+            if error.reason == "PEER_UNREACHABLE":
+                self._drop_client(address, client)
+            raise
         if found.protocol_version != PROTOCOL_VERSION:
             raise PeerError(
                 f"{address} speaks protocol {found.protocol_version}, we speak {PROTOCOL_VERSION}",
@@ -113,12 +118,30 @@ class Peers:
         peer = Peer(address=address, client=client, description=found, layout=layout)
         with self._lock:
             self._peers[address] = peer
+        if known is not None and known.description.epoch != found.epoch:
+            self._close_idle(known)
         return peer
 
-    def forget(self, address: str) -> None:
-        """Introduce ourselves anew next time."""
+    def forget(self, peer: Peer) -> None:
+        """Something is wrong with it: introduce ourselves anew next time, on new channels."""
         with self._lock:
-            self._peers.pop(address, None)
+            if self._peers.get(peer.address) is peer:
+                del self._peers[peer.address]
+        self._close_idle(peer)
+
+    def _close_idle(self, peer: Peer) -> None:
+        with self._lock:
+            keys = [(address, peer.description.epoch) for address in peer.description.transports]
+            channels = [channel for key in keys for channel in self._idle.pop(key, ())]
+        for channel in channels:
+            channel.close()
+
+    def _drop_client(self, address: str, client: ControlClient) -> None:
+        """Nobody is there: what a wrong address costs must not stay."""
+        with self._lock:
+            if self._clients.get(address) is client:
+                del self._clients[address]
+        client.close()
 
     def lend(self, peer: Peer, deadline_s: float, *, fresh: bool = False) -> tuple[str, PeerChannel]:
         """Return an address and a channel to it for one transfer: an idle one, or (``fresh``) a new one.
@@ -181,6 +204,13 @@ class Peers:
             channel.close()
         for client in clients:
             client.close()
+
+
+def _client(address: str) -> ControlClient:
+    try:
+        return ControlClient(address)
+    except MisuseError as error:  # it came in a ticket, or from a peer
+        raise PeerError(f"{address!r} can't be the address of an agent: {error.message}", reason="PROTOCOL") from error
 
 
 def _time_left(deadline_s: float, cap_s: float = 5.0) -> float:

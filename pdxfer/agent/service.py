@@ -47,7 +47,7 @@ from pdxfer.messages import (
 from pdxfer.packing import RequestShape, Side
 from pdxfer.ticket import Ticket
 from pdxfer.transfer import Ledger
-from pdxfer.transport import Listener, Region, Transport, create_transport
+from pdxfer.transport import WINDOW_MESSAGES, Listener, Region, Transport, create_transport
 
 __all__ = ["Agent", "AgentConfig", "Memory"]
 
@@ -92,8 +92,10 @@ class AgentConfig:
             raise MisuseError(f"mode must be auto, packed or direct, got {self.mode!r}")
         if not 4096 <= self.chunk_bytes <= self.arena_bytes:
             raise MisuseError(f"chunk_bytes {self.chunk_bytes} must be in [4096, arena_bytes {self.arena_bytes}]")
-        if min(self.window, self.lease_s, self.stall_s) <= 0:
-            raise MisuseError(f"window, lease_s and stall_s must be positive: {self}")
+        if min(self.lease_s, self.stall_s) <= 0:
+            raise MisuseError(f"lease_s and stall_s must be positive: {self}")
+        if not 1 <= self.window <= WINDOW_MESSAGES:
+            raise MisuseError(f"window must be in [1, {WINDOW_MESSAGES}], which every channel has room for: {self}")
 
 
 class Memory:
@@ -160,6 +162,8 @@ class Agent(ControlHandler):
         self._stop = threading.Event()
         self._threads: list[threading.Thread] = []
         self._listeners: list[Listener] = []
+        self._fetches: list[Fetch] = []
+        self._lock = threading.Lock()
         self._directory = tempfile.mkdtemp(prefix="pdxfer-")
         try:
             for scheme in config.transports:
@@ -229,14 +233,22 @@ class Agent(ControlHandler):
     def close(self) -> None:
         """End every transfer, thread, socket and region. Idempotent."""
         self._stop.set()
+        with self._lock:
+            fetches = list(self._fetches)
+        for fetch in fetches:
+            fetch.cancel("the agent closes")
         if self._source is not None:
             self._source.withdraw_all("closing")
         if self._server is not None:
             self._server.stop()
         for listener in self._listeners:
             listener.close()
+        for fetch in fetches:
+            fetch.join(_JOIN_S)
         for thread in self._threads:
             thread.join(timeout=_JOIN_S)
+        if self._source is not None:
+            self._source.sweep()  # nobody reads any more: what was quarantined is free
         self.peers.close()
         for transport in self.transports.values():
             transport.close()
@@ -292,8 +304,12 @@ class Agent(ControlHandler):
     ) -> Fetch:
         """Begin to fetch a transfer into our own pages; see ``fetch``."""
         parsed = ticket if isinstance(ticket, Ticket) else Ticket.decode(ticket)
-        fetch = Fetch(self, parsed, tables, first_token=first_token, timeout_s=timeout_s)
-        fetch.start()
+        with self._lock:
+            if self._stop.is_set():
+                raise MisuseError("the agent is closed")
+            fetch = Fetch(self, parsed, tables, first_token=first_token, timeout_s=timeout_s)
+            self._fetches = [*(f for f in self._fetches if not f.done), fetch]
+            fetch.start()
         return fetch
 
     def fetch(

@@ -345,8 +345,12 @@ class Source:
     def _free(self, record: _Record, event: Event) -> None:
         if record.hold is not None:
             self.memory.ledger.fire(record.hold, event)
-        if record.on_end is not None:
+        if record.on_end is None:
+            return
+        try:
             record.on_end(record.offer.transfer, record.offer.ended)
+        except Exception:  # noqa: BLE001 - the engine's own code: it must not stop the sweeper, nor fail a peer's call
+            _log.exception("transfer %s: the engine's on_end failed", record.offer.transfer)
 
     def sweep(self) -> None:
         """Expire leases and free what was quarantined; call it often."""

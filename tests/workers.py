@@ -1,0 +1,378 @@
+"""Workers for tests: real agents over memory that the oracle can fill and check, and gates that stop a transfer.
+
+In comes a layout; out come agents of all its ranks in this process (``Worker``), or of one rank (``Rank``) in
+whatever process asks. Page tables are drawn at random and never overlap between requests that are alive.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+
+from pdxfer import wire
+from pdxfer.agent import Agent, AgentConfig, Fetch, Received
+from pdxfer.builders import Parallel, Storage, build_layout
+from pdxfer.errors import PeerError, TransportError
+from pdxfer.layout import Layout
+from pdxfer.spec import Axis, CacheSpec, Component, Growth, Ownership, Rule
+from pdxfer.testing.oracle import Memory, Oracle, random_tables
+from pdxfer.ticket import Ticket
+from pdxfer.transport import Channel, Listener, Message, Region, Sending, Transport
+
+__all__ = ["CountingAgent", "Gate", "Rank", "Tap", "Worker", "hybrid_spec", "layouts", "resources", "settle"]
+
+
+def _component(name: str, layers: Sequence[int], axes: Mapping[str, int], own: Ownership, growth: Growth, dtype: str):
+    named = tuple(Axis(name=n, extent=e) for n, e in axes.items())
+    return Component(name=name, layers=tuple(layers), axes=named, dtype=dtype, growth=growth, ownership=own)
+
+
+def hybrid_spec(*, kv_heads: int = 2, width: int = 4) -> CacheSpec:
+    """Six layers with every way to own something: sharded, extended and replicated; per request and per token."""
+    linear, full = (0, 1, 3, 4), (2, 5)
+    once, grows = Growth.PER_REQUEST, Growth.PER_TOKEN
+
+    def heads(n: int, axis: str = "heads", rule: Rule = Rule.SHARDED) -> Ownership:
+        return Ownership(rule=rule, axis=axis, units=n)
+
+    kv, whole = heads(kv_heads, rule=Rule.EXTENDED), Ownership(rule=Rule.REPLICATED)
+    parts = (
+        _component("S", linear, {"heads": 12, "K": width, "V": width + 2}, heads(12), once, "float32"),
+        _component("conv.q", linear, {"channels": 24, "taps": 3}, heads(12, "channels"), once, "bfloat16"),
+        _component("conv.B", linear, {"channels": 4, "taps": 3}, heads(1, "channels", Rule.EXTENDED), once, "bfloat16"),
+        _component("kv.k", full, {"heads": kv_heads, "dim": width + 2}, kv, grows, "bfloat16"),
+        _component("kv.v", full, {"heads": kv_heads, "dim": width}, kv, grows, "bfloat16"),
+        _component("latent", full, {"dim": width * 2}, whole, grows, "bfloat16"),
+    )
+    return CacheSpec(model="hybrid", num_layers=6, query_heads=12, components=parts)
+
+
+class CountingAgent(Agent):
+    """Counts the control calls that reach it."""
+
+    def __init__(self, config: AgentConfig) -> None:
+        super().__init__(config)
+        self.calls: Counter[str] = Counter()
+
+    def _counted(self, name: str, message: Any, deadline_s: float) -> Any:
+        self.calls[name] += 1
+        return getattr(Agent, name)(self, message, deadline_s=deadline_s)
+
+    def describe(self, message, *, deadline_s):
+        return self._counted("describe", message, deadline_s)
+
+    def open(self, message, *, deadline_s):
+        return self._counted("open", message, deadline_s)
+
+    def complete(self, message, *, deadline_s):
+        return self._counted("complete", message, deadline_s)
+
+    def abort(self, message, *, deadline_s):
+        return self._counted("abort", message, deadline_s)
+
+    def renew(self, message, *, deadline_s):
+        return self._counted("renew", message, deadline_s)
+
+
+class Rank:
+    """One rank: an agent, its memory full of noise, and page tables by request."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        rank: int = 0,
+        *,
+        wrap: Callable[[Transport], Transport] | None = None,
+        seed: int = 0,
+        own_memory: bool = False,
+        **config: Any,
+    ) -> None:
+        small = {"worker": f"w{seed}", "arena_bytes": 1 << 20, "chunk_bytes": 64 << 10}
+        self.layout, self.rank = layout, rank
+        self.agent = CountingAgent(AgentConfig(rank=rank, **{**small, **config}))
+        if wrap is not None:
+            for scheme, transport in self.agent.transports.items():
+                self.agent.transports[scheme] = wrap(transport)
+        self.rng = np.random.default_rng([seed, rank])
+        shapes = layout.ranks[rank]
+        if own_memory:
+            regions: list[Any] = [np.zeros(shape.nbytes, np.uint8) for shape in shapes.regions]
+        else:
+            regions = self.agent.allocate(shapes)
+        self.buffers = tuple(np.frombuffer(getattr(r, "view", r), np.uint8) if not own_memory else r for r in regions)
+        for buffer in self.buffers:
+            buffer[:] = self.rng.integers(0, 256, buffer.nbytes, dtype=np.uint8)
+        self.agent.attach(layout, regions)
+        self.agent.start()
+        self.tables: dict[str, dict[str, np.ndarray]] = {}
+        pages = {pool: shapes.tables()[table].pages for table, pool in shapes.pools().items()}
+        self.free = {pool: [int(p) for p in self.rng.permutation(n)] for pool, n in pages.items()}
+
+    def reserve(self, key: str, tokens: int) -> dict[str, np.ndarray]:
+        """Page tables for one request, scattered, of pages that no other request has."""
+        shapes = self.layout.ranks[self.rank]
+        drawn = random_tables(self.layout.spec, shapes, tokens, self.rng)
+        pools = shapes.pools()
+        self.tables[key] = {n: np.array([self.free[pools[n]].pop() for _ in table]) for n, table in drawn.items()}
+        return self.tables[key]
+
+    def give_back(self, key: str) -> None:
+        """The request is over."""
+        pools = self.layout.ranks[self.rank].pools()
+        for name, table in self.tables.pop(key).items():
+            self.free[pools[name]].extend(int(p) for p in table)
+
+    def check_idle(self) -> None:
+        """Every page is free, and nothing was lost. Staging is free once the channels' threads have looked."""
+        memory = self.agent.memory
+        for arena in list(memory._arenas.values()):
+            with arena._changed:
+                assert arena._changed.wait_for(lambda arena=arena: not arena._blocks, 30.0), (
+                    "staging was not given back"
+                )
+        self.agent.check_integrity()
+        counts = {state: n for state, n in memory.ledger.counts().items() if n}
+        assert set(counts) <= {"free"}, counts
+
+
+class Worker:
+    """All ranks of a worker in this process. Use as a context manager."""
+
+    def __init__(self, layout: Layout, *, seed: int = 0, worker: str = "", **config: Any) -> None:
+        self.layout, self.stack = layout, ExitStack()
+        self.ranks: list[Rank] = []
+        with self.stack:
+            for rank in range(len(layout)):
+                self.ranks.append(Rank(layout, rank, seed=seed, worker=worker or f"w{seed}", **config))
+                self.stack.callback(self.ranks[-1].agent.close)
+            self.stack = self.stack.pop_all()
+        addresses = {r.rank: r.agent.address for r in self.ranks}
+        for rank in self.ranks:
+            rank.agent.siblings.update(addresses)
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stack.close()
+
+    @property
+    def agents(self) -> list[CountingAgent]:
+        """Agents by rank."""
+        return [rank.agent for rank in self.ranks]
+
+    def memory(self, key: str) -> Memory:
+        """The worker's memory with one request's tables."""
+        buffers, tables = zip(*[(r.buffers, r.tables[key]) for r in self.ranks], strict=True)
+        return Memory(layout=self.layout, buffers=buffers, tables=tables)
+
+    def reserve(self, key: str, tokens: int) -> Memory:
+        """Page tables on every rank."""
+        for rank in self.ranks:
+            rank.reserve(key, tokens)
+        return self.memory(key)
+
+    def offer(self, key: str, tokens: int, *, oracle: Oracle | None = None, **options: Any) -> str:
+        """Fill the pages of a fresh request and offer them; returns the ticket's text. ``on_end`` frees the pages."""
+        memory = self.reserve(key, tokens)
+        (oracle or Oracle.of(self.layout, key=key, tokens=tokens)).put(memory)
+        parts = [r.agent.offer(key, r.tables[key], kv_tokens=tokens, **options) for r in self.ranks]
+        return Ticket.join(parts).encode()
+
+    def start(self, ticket: str, key: str, **options: Any) -> list[Fetch]:
+        """Begin on every rank; the pages must be reserved."""
+        options.setdefault("timeout_s", 30.0)
+        return [r.agent.start_fetch(ticket, r.tables[key], **options) for r in self.ranks]
+
+    def fetch(self, ticket: str, key: str, **options: Any) -> list[Received]:
+        """Fetch on every rank; raises the first rank's error, after all have ended."""
+        return settle(self.start(ticket, key, **options))
+
+    def check_idle(self) -> None:
+        """See ``Rank.check_idle``."""
+        for rank in self.ranks:
+            rank.check_idle()
+
+
+def settle(fetches: Sequence[Fetch]) -> list[Received]:
+    """Wait for all; raise the first error, the cause before those who heard of it from a sibling."""
+    received, errors = [], []
+    for fetch in fetches:
+        try:
+            received.append(fetch.wait())
+        except Exception as error:
+            errors.append(error)
+    for error in sorted(errors, key=lambda e: type(e) is PeerError):
+        for done in received:
+            done.release()
+        raise error
+    return received
+
+
+# ---------------------------------------------------------------- taps and gates
+
+
+class Tap:
+    """Sees what passes on the channels of the transports it wraps, and may change it."""
+
+    def sending(self, header: bytes) -> None:
+        """Called before a message is sent."""
+
+    def received(self, message: Message) -> list[Message]:
+        """Called with each received message; returns what is handed out in its place."""
+        return [message]
+
+    def wrap(self, transport: Transport) -> Transport:
+        """Pass to ``Rank(wrap=...)``, or put it into an agent's ``transports`` before it connects."""
+        return _TappedTransport(transport, self)
+
+
+class Gate(Tap):
+    """Stops a channel at one data frame, so that a test can act in the middle of a transfer.
+
+    Args:
+        on: ``receive`` (a target that has got the chunk and not yet looked at it) or ``send`` (a source that has
+            packed the chunk and not yet sent it).
+        chunk: which one.
+    """
+
+    def __init__(self, on: str, chunk: int = 0) -> None:
+        self.on, self.chunk = on, chunk
+        self.reached, self.opened = threading.Event(), threading.Event()
+
+    def open(self) -> None:
+        """Let it, and all that follow, go on."""
+        self.opened.set()
+
+    @contextmanager
+    def closed(self) -> Iterator[None]:
+        """Wait until it is reached; open it at the end."""
+        try:
+            assert self.reached.wait(60.0), "the gate was never reached"
+            yield
+        finally:
+            self.open()
+
+    def sending(self, header: bytes) -> None:
+        """Stop a source."""
+        if self.on == "send":
+            self._stop_at(header)
+
+    def received(self, message: Message) -> list[Message]:
+        """Stop a target."""
+        if self.on == "receive":
+            self._stop_at(message.header)
+        return [message]
+
+    def _stop_at(self, header: bytes) -> None:
+        if self.opened.is_set():
+            return
+        frame = wire.decode(header)
+        if isinstance(frame, wire.Data) and frame.chunk == self.chunk:
+            self.reached.set()
+            if not self.opened.wait(100.0):
+                raise TransportError("nobody opened the gate")
+
+
+class _TappedTransport(Transport):
+    def __init__(self, inner: Transport, tap: Tap) -> None:
+        super().__init__()
+        vars(self).update(scheme=inner.scheme, can_export=inner.can_export)
+        self._inner, self._tap = inner, tap
+
+    def allocate(self, nbytes: int, name: str = "") -> Region:
+        return self._inner.allocate(nbytes, name)
+
+    def register(self, buffer: Any, name: str = "") -> Region:
+        return self._inner.register(buffer, name)
+
+    def listen(self, address: str = "") -> Listener:
+        return _TappedListener(self._inner.listen(address), self._tap)
+
+    def connect(self, address: str, *, timeout_s: float) -> Channel:
+        return _TappedChannel(self._inner.connect(address, timeout_s=timeout_s), self._tap)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class _TappedListener(Listener):
+    def __init__(self, inner: Listener, tap: Tap) -> None:
+        self._inner, self._tap = inner, tap
+
+    @property
+    def contact_address(self) -> str:
+        return self._inner.contact_address
+
+    def accept(self, timeout_s: float) -> Channel:
+        return _TappedChannel(self._inner.accept(timeout_s), self._tap)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class _TappedChannel(Channel):
+    def __init__(self, inner: Channel, tap: Tap) -> None:
+        self._inner, self._tap = inner, tap
+        self._waiting: list[Message] = []
+
+    @property
+    def closed(self) -> bool:
+        return self._inner.closed
+
+    def send_all(self, header: bytes, payload: memoryview | None = None, *, timeout_s: float) -> Sending:
+        self._tap.sending(header)
+        return self._inner.send_all(header, payload, timeout_s=timeout_s)
+
+    def receive(self, *, timeout_s: float) -> Message:
+        while not self._waiting:
+            self._waiting = self._tap.received(self._inner.receive(timeout_s=timeout_s))
+        return self._waiting.pop(0)
+
+    def export_region(self, region: Region, header: bytes, *, timeout_s: float) -> None:
+        self._inner.export_region(region, header, timeout_s=timeout_s)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+# ---------------------------------------------------------------- what a process holds
+
+
+def resources(directory: str) -> dict[str, int]:
+    """What this process and its temporary directory hold now; compare two of them."""
+    links = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            links.append(os.readlink(f"/proc/self/fd/{fd}"))
+        except FileNotFoundError:  # the one that lists
+            continue
+    with open("/proc/self/maps", encoding="utf-8") as maps:
+        memfds = sum("memfd:" in line for line in maps)
+    files = sum(len(dirs) + len(names) for _, dirs, names in os.walk(directory))
+    return {
+        "fds": len(links),
+        "sockets": sum(link.startswith("socket:") for link in links),
+        "memfds": memfds + sum("memfd:" in link for link in links),
+        "threads": threading.active_count(),
+        "files": files,
+    }
+
+
+def layouts(
+    source: Parallel, target: Parallel, *, spec: CacheSpec | None = None, source_storage: Storage | None = None,
+    target_storage: Storage | None = None,
+) -> tuple[Layout, Layout]:  # fmt: skip
+    """Two layouts that differ in pages, axis orders and placement."""
+    spec = spec or hybrid_spec()
+    other = Storage(page_tokens=8, kv_order="HND", conv_order="TC", state_order="VK", pages=256)
+    return (
+        build_layout(spec, source, source_storage or Storage(), "per_layer"),
+        build_layout(spec, target, target_storage or other, "unified"),
+    )

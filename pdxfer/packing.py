@@ -1,7 +1,8 @@
 """Packing: apply a plan to one request's page tables and move its bytes.
 
 In come a plan's edge, how many tokens the request has, and each side's buffers with page tables; out come
-bytes in staging, or bytes in pages. This file knows no peer, no wire and no digest.
+bytes in staging, or bytes in pages, with their digest where one is asked for (a seed is given): it is taken while the
+bytes are in cache. This file knows no peer and no wire.
 
 The bytes of an edge form one stream, the same on both ends, computed from the plan and token counts alone::
 
@@ -14,45 +15,44 @@ A *segment* is a run of whole layers, or of rows of one layer, of one item; it h
 is what one message carries. Inside a segment, bytes are ordered layer, row, then the box in the component's
 canonical axis order.
 
-Each copy is one primitive, with three interchangeable kernels (native C, NumPy, torch)::
+Rows become *pieces* before anything is copied: rows that lie one after the other in one page of either side, merged
+where the next page follows. Pieces do not depend on the layer, so a request's page tables are applied once::
 
-    for i: for r < rows[i]: for index in shape:
-        target[target_offsets[i] + r*target_row_stride + index . target_strides][:run_bytes] =
-        source[source_offsets[i] + r*source_row_stride + index . source_strides][:run_bytes]
+    source pages   |0 1 2 3|4 5 6 7|8 9 ...          rows 1..9, 4 rows a page here, 3 there
+    target pages   |0 1 2|3 4 5|6 7 8|9 ...
+    pieces           |1 2|3|4 5|6 7|8|9
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from pdxfer.errors import MisuseError
+from pdxfer.kernels import (
+    KERNELS,
+    Bytes,
+    End,
+    Offsets,
+    Part,
+    RowCopy,
+    RunReader,
+    as_buffer,
+    as_host,
+    native_available,
+)
 from pdxfer.layout import Holding, RankLayout, TokenOwnership
 from pdxfer.plan import CopyItem, Edge, Plan
 from pdxfer.spec import DTYPE_BYTES, CacheSpec, Component, Growth
 
-try:
-    from pdxfer import _native
-except ImportError:  # built without a compiler: slower, not wrong
-    _native = None  # type: ignore[assignment]
-
 __all__ = ["KERNELS", "Chunk", "EdgeProgram", "RequestShape", "RunReader", "Segment", "Side", "native_available"]
 
-Bytes = npt.NDArray[np.uint8]
-Offsets = npt.NDArray[np.int64]
-
-
-class RunReader(Protocol):
-    """Source memory that isn't mapped here but can be read run by run (process_vm_readv)."""
-
-    def read_runs(self, target: memoryview, target_offsets: Any, source_offsets: Any, lengths: Any) -> int:
-        """Copy runs into ``target``; returns bytes copied."""
+_TOKENS_MAX = 1 << 48  # far beyond any request, and no byte offset overflows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ class RequestShape:
     state_tokens: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.first_token <= self.kv_tokens or self.state_tokens < 0:
+        if not 0 <= self.first_token <= self.kv_tokens <= _TOKENS_MAX or self.state_tokens < 0:
             raise MisuseError(f"impossible request: first_token {self.first_token}, kv_tokens {self.kv_tokens}")
 
     def rows(self, component: Component) -> tuple[int, int]:
@@ -117,6 +117,8 @@ class EdgeProgram:
         self.target_rank: RankLayout = plan.target.ranks[edge.target]
         self.chunk_bytes, self.segment_bytes = chunk_bytes, min(segment_bytes, chunk_bytes)
         self._rows: dict[object, Offsets] = {}
+        self._pieces: dict[object, tuple[_Pieces, object]] = {}  # the object keeps the sides, so their ids stay theirs
+        self._copiers: dict[object, tuple[RowCopy, object]] = {}
         self.rows: tuple[Offsets, ...] = tuple(self._item_rows(item) for item in self.items)
         self.chunks: tuple[Chunk, ...] = tuple(self._cut())
         self.payload_bytes: int = sum(chunk.nbytes for chunk in self.chunks)
@@ -135,6 +137,52 @@ class EdgeProgram:
         for item, rows in zip(self.items, self.rows, strict=True):
             total[item.component] = total.get(item.component, 0) + len(item.layers) * len(rows) * self.row_bytes(item)
         return total
+
+    def address(self, source: Side | None, target: Side | None) -> None:
+        """Apply the page tables of one side or both to all rows, ahead of the first copy (which else does it).
+
+        Raises:
+            MisuseError: a page table is missing, too short, or points outside its region; names table and entry.
+        """
+        for index, rows in enumerate(self.rows):
+            if len(rows):
+                self._item_pieces(index, self._ends(index, source, target, of_target=False))
+
+    def copier(self, segment: Segment, source: Side | None, target: Side | None, *, of_target: bool = False) -> RowCopy:
+        """The copy of a segment's rows, the same for each of its layers; a side of None is packed bytes.
+
+        Args:
+            of_target: ``source`` is the edge's target, which is read back.
+        """
+        index, start, stop = segment.item, segment.row_start, segment.row_stop
+        key = (index, start, stop, id(source), id(target), of_target)
+        if key not in self._copiers:
+            ends = self._ends(index, source, target, of_target=of_target)
+            pieces = self._item_pieces(index, ends).cut(start, stop, [h.row_stride for _, h in ends])
+            holding, shape = ends[-1][1], self.items[index].box.shape
+            row_bytes, strides = _packed_strides(shape, holding.itemsize)
+            found = [End(o, h.row_stride, h.strides) for o, (_, h) in zip(pieces.sides, ends, strict=True)]
+            packed = End((pieces.starts - start) * row_bytes, row_bytes, strides)
+            at, to = found[0] if source is not None else packed, found[-1] if target is not None else packed
+            copier = RowCopy(shape, holding.itemsize, to, at, pieces.counts)
+            self._copiers[key] = copier, (source, target)
+        return self._copiers[key][0]
+
+    def _ends(
+        self, index: int, source: Side | None, target: Side | None, *, of_target: bool
+    ) -> list[tuple[Side, Holding]]:
+        """The sides that have pages, each with the holding that an item uses there."""
+        item = self.items[index]
+        first = item.target_holding if of_target else item.source_holding
+        ends = ((source, first), (target, item.target_holding))
+        return [(side, side.rank.holdings[holding]) for side, holding in ends if side is not None]
+
+    def _item_pieces(self, index: int, ends: Sequence[tuple[Side, Holding]]) -> _Pieces:
+        rows = self.rows[index]
+        key = (id(rows), *((id(s), h.table, h.tokens, h.page_rows, h.page_stride, h.row_stride) for s, h in ends))
+        if key not in self._pieces:
+            self._pieces[key] = _find_pieces(rows, ends), ends
+        return self._pieces[key][0]
 
     def _item_rows(self, item: CopyItem) -> Offsets:
         """Rows of the request that the stripe covers and both sides own."""
@@ -194,16 +242,36 @@ class Side:
         if len(buffers) != len(rank.regions):
             raise MisuseError(f"rank {rank.rank} has {len(rank.regions)} regions, got {len(buffers)} buffers")
         self.rank = rank
-        self.buffers = tuple(_as_buffer(b) for b in buffers)
+        self.buffers = tuple(as_buffer(b) for b in buffers)
         self.tables: dict[str, Offsets] = {name: np.asarray(table, dtype=np.int64) for name, table in tables.items()}
-        self._offsets: dict[object, tuple[Offsets, Offsets]] = {}  # keeps the rows, so that their id stays theirs
 
     def row_offsets(self, holding: Holding, rows: Offsets) -> Offsets:
-        """Byte offset of each row from ``holding``'s layer offset; checks the page table."""
-        key = (holding.table, holding.tokens, holding.page_rows, holding.page_stride, holding.row_stride, id(rows))
-        if key not in self._offsets:
-            self._offsets[key] = (rows, self._address(holding, rows))
-        return self._offsets[key][1]
+        """Byte offset of each row from ``holding``'s layer offset; checks the page table.
+
+        Raises:
+            MisuseError: the table is missing or too short, or an entry is outside the region's pages.
+        """
+        own, page_rows = holding.tokens, holding.page_rows
+        local = rows if own.size == 1 else _local_rows(rows, own)
+        pages = local // page_rows
+        where = f"rank {self.rank.rank}: page table {holding.table!r}"
+        table = self._table(holding)
+        if len(pages) and int(pages[-1]) >= len(table):
+            raise MisuseError(f"{where} has {len(table)} pages, row {int(rows[-1])} needs page {int(pages[-1])}")
+        numbers = table[pages]
+        if len(numbers) and int(numbers.view(np.uint64).max()) >= holding.pages:  # -1 is a large number, too
+            at = int(pages[int(np.argmax(numbers.view(np.uint64) >= holding.pages))])
+            raise MisuseError(f"{where} entry {at} is {int(table[at])}, outside [0, {holding.pages})")
+        offsets: Offsets = numbers * holding.page_stride + (local - pages * page_rows) * holding.row_stride
+        return offsets
+
+    def _table(self, holding: Holding) -> Offsets:
+        table = self.tables.get(holding.table)
+        if table is None:
+            raise MisuseError(
+                f"rank {self.rank.rank}: no page table {holding.table!r}; given are {sorted(self.tables)}"
+            )
+        return table
 
     def check(self, spec: CacheSpec, shape: RequestShape, *, exclusive: bool = False) -> None:
         """Check every page table against what a request of ``shape`` needs; ``exclusive`` refuses a page named twice.
@@ -213,9 +281,10 @@ class Side:
         """
         for holding in self.rank.holdings:
             start, stop = shape.rows(spec[holding.component])
+            self._check_length(holding, start, stop)
             rows = np.arange(start, stop, dtype=np.int64)
             own = holding.tokens
-            self._address(holding, rows[(rows // own.interleave) % own.size == own.index] if own.size > 1 else rows)
+            self.row_offsets(holding, rows[(rows // own.interleave) % own.size == own.index] if own.size > 1 else rows)
         for name, holding in self.rank.tables().items():
             named = self.tables[name][self.tables[name] >= 0]
             if len(named) and int(named.max()) >= holding.pages:
@@ -240,74 +309,102 @@ class Side:
                     hint="every page that a transfer writes must be its own",
                 )
 
-    def _address(self, holding: Holding, rows: Offsets) -> Offsets:
-        own = holding.tokens
-        local = rows if own.size == 1 else _local_rows(rows, own)
-        pages, within = np.divmod(local, holding.page_rows)
-        if holding.table not in self.tables:
+    def _check_length(self, holding: Holding, start: int, stop: int) -> None:
+        """Refuse what can't fit before an array of that size is made: counts may come from an unchecked ticket."""
+        own, table = holding.tokens, self._table(holding)
+        if (stop - start) // own.size - own.interleave > (len(table) + 1) * holding.page_rows:
+            where = f"rank {self.rank.rank}: page table {holding.table!r}"
             raise MisuseError(
-                f"rank {self.rank.rank}: no page table {holding.table!r}; given are {sorted(self.tables)}"
+                f"{where} has {len(table)} pages of {holding.page_rows} rows, the request has {stop} rows"
             )
-        table = self.tables[holding.table]
-        if len(pages) and int(pages[-1]) >= len(table):
-            where = f"rank {self.rank.rank}: page table {holding.table!r}"
-            raise MisuseError(f"{where} has {len(table)} pages, row {int(rows[-1])} needs page {int(pages[-1])}")
-        numbers = table[pages]
-        wrong = (numbers < 0) | (numbers >= holding.pages)
-        if wrong.any():
-            at = int(pages[int(np.argmax(wrong))])
-            where = f"rank {self.rank.rank}: page table {holding.table!r}"
-            raise MisuseError(f"{where} entry {at} is {int(table[at])}, outside [0, {holding.pages})")
-        offsets: Offsets = numbers * holding.page_stride + within * holding.row_stride
-        return offsets
 
 
 def pack(program: EdgeProgram, segment: Segment, source: Side, out: Any, *, kernel: str = "auto") -> None:
     """Gather a segment from the source's pages into ``out`` (exactly ``segment.nbytes`` bytes)."""
-    item = program.items[segment.item]
-    _gather(program, segment, item, source, item.source_holding, out, kernel)
+    _gather(program, segment, source, out, kernel, of_target=False)
 
 
 def read_back(program: EdgeProgram, segment: Segment, target: Side, out: Any, *, kernel: str = "auto") -> None:
     """Gather a segment from the target's pages, in the target's dtype, as ``pack`` does from the source's."""
+    _gather(program, segment, target, out, kernel, of_target=True)
+
+
+def unpack(
+    program: EdgeProgram, segment: Segment, target: Side, data: Any, *, kernel: str = "auto", seed: int | None = None
+) -> bytes | None:
+    """Scatter a packed segment into the target's pages, converting the dtype where the item says so.
+
+    Args:
+        seed: of the digest of what then lies in the target's pages, or None for no digest.
+    """
     item = program.items[segment.item]
-    _gather(program, segment, item, target, item.target_holding, out, kernel)
+    want = target.rank.holdings[item.target_holding]
+    data = convert(data, program.source_dtype(item), want.dtype) if item.converts else as_buffer(data)
+    copier = program.copier(segment, None, target)
+    step = (segment.row_stop - segment.row_start) * _packed_strides(item.box.shape, want.itemsize)[0]
+    places = _places(program, segment, target, want)
+    return _run(copier, [Part(*place, data, i * step) for i, place in enumerate(places)], kernel, seed) or (
+        None if seed is None else digest(program, segment, target, seed, of_target=True, kernel=kernel)
+    )
 
 
-def unpack(program: EdgeProgram, segment: Segment, target: Side, data: Any, *, kernel: str = "auto") -> None:
-    """Scatter a packed segment into the target's pages, converting the dtype where the item says so."""
-    item = program.items[segment.item]
-    have, want = program.source_dtype(item), target.rank.holdings[item.target_holding].dtype
-    data = convert(data, have, want) if item.converts else data
-    holding = target.rank.holdings[item.target_holding]
-    packed = _packed_strides(item.box.shape, holding.itemsize)
-    n = segment.row_stop - segment.row_start
-    rows = target.row_offsets(holding, program.rows[segment.item])[segment.row_start : segment.row_stop]
-    copier = _Copier(kernel, item, holding, (rows, *_strides(item, holding)), (_steps(n, packed[0]), *packed))
-    for i, layer in enumerate(range(segment.layer_start, segment.layer_stop)):
-        region, offset = holding.at(item.layers[layer])
-        copier.copy(target.buffers[region], offset, _as_buffer(data), i * n * packed[0])
+def direct(
+    program: EdgeProgram, segment: Segment, source: Side, target: Side, *, kernel: str = "auto", seed: int | None = None
+) -> bytes | None:
+    """Copy a segment from the source's pages straight into the target's; not for converting items.
 
-
-def direct(program: EdgeProgram, segment: Segment, source: Side, target: Side, *, kernel: str = "auto") -> None:
-    """Copy a segment from the source's pages straight into the target's; not for converting items."""
+    Args:
+        seed: of the digest of what then lies in the target's pages, or None for no digest.
+    """
     item = program.items[segment.item]
     if item.converts:
         raise MisuseError(f"{item.component}: a dtype conversion can't be done by a direct copy")
     have, want = source.rank.holdings[item.source_holding], target.rank.holdings[item.target_holding]
-    span = slice(segment.row_start, segment.row_stop)
-    from_rows, to_rows = (
-        side.row_offsets(h, program.rows[segment.item])[span] for side, h in ((source, have), (target, want))
+    copier = program.copier(segment, source, target)
+    pairs = zip(_places(program, segment, target, want), _places(program, segment, source, have), strict=True)
+    return _run(copier, [Part(*to, *at) for to, at in pairs], kernel, seed) or (
+        None if seed is None else digest(program, segment, target, seed, of_target=True, kernel=kernel)
     )
-    copier = _Copier(kernel, item, want, (to_rows, *_strides(item, want)), (from_rows, *_strides(item, have)), have)
-    for layer in item.layers[segment.layer_start : segment.layer_stop]:
-        (from_region, from_offset), (to_region, to_offset) = have.at(layer), want.at(layer)
-        copier.copy(target.buffers[to_region], to_offset, source.buffers[from_region], from_offset)
+
+
+def digest(
+    program: EdgeProgram, segment: Segment, side: Side, seed: int, *, of_target: bool, kernel: str = "auto"
+) -> bytes:
+    """XXH3-128 of a segment where it lies, as of its packed bytes; ``side`` is the edge's source or target."""
+    item = program.items[segment.item]
+    holding = side.rank.holdings[item.target_holding if of_target else item.source_holding]
+    copier = program.copier(segment, side, None, of_target=of_target)
+    parts = [Part(None, 0, *place) for place in _places(program, segment, side, holding)]
+    return copier.digest_source(kernel, parts, seed)
+
+
+def _run(copier: RowCopy, parts: Sequence[Part], kernel: str, seed: int | None) -> bytes | None:
+    """Copy; returns the digest where it came with the copy."""
+    found = None if seed is None else copier.copy_and_digest(kernel, parts, seed)
+    if found is None:
+        copier.copy(kernel, parts)
+    return found
+
+
+def _gather(program: EdgeProgram, segment: Segment, side: Side, out: Any, kernel: str, *, of_target: bool) -> None:
+    item = program.items[segment.item]
+    holding = side.rank.holdings[item.target_holding if of_target else item.source_holding]
+    copier = program.copier(segment, side, None, of_target=of_target)
+    out, places = as_buffer(out), _places(program, segment, side, holding)
+    copier.copy(kernel, [Part(out, i * copier.nbytes, *place) for i, place in enumerate(places)])
+
+
+def _places(program: EdgeProgram, segment: Segment, side: Side, holding: Holding) -> list[tuple[Any, int]]:
+    """For each layer of a segment: the buffer, and the byte in it that row offsets count from."""
+    item = program.items[segment.item]
+    box = _box_offset(item, holding)
+    places = (holding.at(layer) for layer in item.layers[segment.layer_start : segment.layer_stop])
+    return [(side.buffers[region], offset + box) for region, offset in places]
 
 
 def convert(data: Any, have: str, want: str) -> Bytes:
     """Convert packed elements between dtypes, rounding to nearest even; returns bytes."""
-    return _as_host(data).view(numpy_dtype(have)).astype(numpy_dtype(want)).view(np.uint8)
+    return as_host(data).view(numpy_dtype(have)).astype(numpy_dtype(want)).view(np.uint8)
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
@@ -315,91 +412,6 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     import ml_dtypes
 
     return np.dtype(getattr(ml_dtypes, name)) if hasattr(ml_dtypes, name) else np.dtype(name)
-
-
-def native_available() -> bool:
-    """Whether the compiled kernel is installed."""
-    return _native is not None
-
-
-def _gather(
-    program: EdgeProgram, segment: Segment, item: CopyItem, side: Side, index: int, out: Any, kernel: str
-) -> None:
-    holding = side.rank.holdings[index]
-    packed = _packed_strides(item.box.shape, holding.itemsize)
-    n = segment.row_stop - segment.row_start
-    rows = side.row_offsets(holding, program.rows[segment.item])[segment.row_start : segment.row_stop]
-    copier = _Copier(
-        kernel, item, holding, (_steps(n, packed[0]), *packed), (rows, *_strides(item, holding)), holding, packs=True
-    )
-    for i, layer in enumerate(range(segment.layer_start, segment.layer_stop)):
-        region, offset = holding.at(item.layers[layer])
-        copier.copy(_as_buffer(out), i * n * packed[0], side.buffers[region], offset)
-
-
-class _Copier:
-    """One item's copy between two strided sides, with everything that does not depend on the layer worked out once."""
-
-    def __init__(
-        self,
-        kernel: str,
-        item: CopyItem,
-        holding: Holding,
-        target: tuple[Offsets, int, tuple[int, ...]],
-        source: tuple[Offsets, int, tuple[int, ...]],
-        source_holding: Holding | None = None,
-        *,
-        packs: bool = False,
-    ) -> None:
-        self.kernel = kernel
-        to_rows, self.to_row, to_strides = target
-        from_rows, self.from_row, from_strides = source
-        self.shape, self.to_strides, self.from_strides, self.run = merge_axes(
-            item.box.shape, to_strides, from_strides, holding.itemsize
-        )
-        starts, self.rows = _pieces(to_rows, self.to_row, from_rows, self.from_row)
-        self.to_base = 0 if packs else _box_offset(item, holding)
-        self.from_base = _box_offset(item, source_holding) if source_holding else 0
-        self.to_offsets, self.from_offsets = to_rows[starts], from_rows[starts]
-        self.lengths = self.rows * self.run
-        self.flat = not self.shape and self.to_row == self.from_row == self.run
-
-    def copy(self, target: Any, target_offset: int, source: Any, source_offset: int) -> None:
-        """Copy all rows between two buffers; offsets are those of the layer on each side."""
-        to, at = self.to_offsets + (target_offset + self.to_base), self.from_offsets + (source_offset + self.from_base)
-        name = self.kernel if self.kernel != "auto" else _choose(target, source)
-        if name == "runs" or (name == "native" and self.flat):
-            self._copy_runs(name, target, to, source, at)
-            return
-        KERNELS[name](
-            target,
-            source,
-            to,
-            at,
-            self.rows,
-            self.to_row,
-            self.from_row,
-            self.shape,
-            self.to_strides,
-            self.from_strides,
-            self.run,
-        )
-
-    def _copy_runs(self, name: str, target: Any, to: Offsets, source: Any, at: Offsets) -> None:
-        lengths = self.lengths
-        if not self.flat:
-            to = _run_offsets(to, self.rows, self.to_row, self.shape, self.to_strides)
-            at = _run_offsets(at, self.rows, self.from_row, self.shape, self.from_strides)
-            lengths = np.full(len(to), self.run, dtype=np.int64)
-        if name == "runs":
-            source.read_runs(memoryview(target), to, at, lengths)
-        else:
-            _native.copy_runs(target, source, to, at, lengths)
-
-
-def _strides(item: CopyItem, holding: Holding) -> tuple[int, tuple[int, ...]]:
-    del item
-    return holding.row_stride, holding.strides
 
 
 def _box_offset(item: CopyItem, holding: Holding) -> int:
@@ -413,142 +425,53 @@ def _packed_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, tuple[i
     return math.prod(shape) * itemsize, strides
 
 
-@lru_cache(maxsize=256)
-def _steps(n: int, step: int) -> Offsets:
-    steps = np.arange(n, dtype=np.int64) * step
-    steps.flags.writeable = False
-    return steps
+class _Pieces(NamedTuple):
+    """An item's rows in pieces: index of each piece's first row, how many rows, and their offsets on the sides."""
+
+    starts: Offsets
+    counts: Offsets
+    sides: tuple[Offsets, ...]
+
+    def cut(self, start: int, stop: int, row_strides: Sequence[int]) -> _Pieces:
+        """The pieces of rows [start, stop)."""
+        if start == 0 and stop == int(self.starts[-1] + self.counts[-1]):
+            return self
+        first = int(np.searchsorted(self.starts, start, side="right")) - 1
+        last = int(np.searchsorted(self.starts, stop))
+        starts = np.maximum(self.starts[first:last], start)
+        ahead = starts - self.starts[first:last]
+        sides = tuple(o[first:last] + ahead * stride for o, stride in zip(self.sides, row_strides, strict=True))
+        return _Pieces(starts, np.diff(starts, append=stop), sides)
 
 
-@lru_cache(maxsize=4096)
-def merge_axes(
-    shape: tuple[int, ...], to_strides: tuple[int, ...], from_strides: tuple[int, ...], itemsize: int
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]:
-    """Reorder axes by target stride and merge those that are contiguous on both sides.
-
-    Returns the remaining shape (outermost first), both sides' strides, and the bytes of one contiguous run.
-    """
-    axes = sorted(
-        ((t, s, n) for n, t, s in zip(shape, to_strides, from_strides, strict=True) if n > 1),
-        key=lambda a: (a[0], a[1]),
-    )
-    merged: list[tuple[int, int, int]] = []
-    run = itemsize
-    for to, at, n in axes:
-        if not merged and to == at == run:
-            run *= n
-        elif merged and to == merged[-1][0] * merged[-1][2] and at == merged[-1][1] * merged[-1][2]:
-            merged[-1] = (merged[-1][0], merged[-1][1], merged[-1][2] * n)
-        else:
-            merged.append((to, at, n))
-    merged.reverse()
-    return tuple(a[2] for a in merged), tuple(a[0] for a in merged), tuple(a[1] for a in merged), run
+def _find_pieces(rows: Offsets, ends: Sequence[tuple[Side, Holding]]) -> _Pieces:
+    """Cut rows where a page ends on a side, and merge again where the next page follows on all sides."""
+    starts = _piece_starts(rows, [h for _, h in ends])
+    counts = np.diff(starts, append=len(rows))
+    sides = [side.row_offsets(holding, rows[starts]) for side, holding in ends]
+    breaks = np.zeros(max(0, len(starts) - 1), bool)
+    for offsets, (_, holding) in zip(sides, ends, strict=True):
+        breaks |= offsets[1:] != offsets[:-1] + counts[:-1] * holding.row_stride
+    if not breaks.all():
+        keep = np.concatenate(([0], np.flatnonzero(breaks) + 1))
+        starts, sides = starts[keep], [offsets[keep] for offsets in sides]
+        counts = np.diff(starts, append=len(rows))
+    return _Pieces(starts, counts, tuple(sides))
 
 
-def _pieces(to: Offsets, to_row: int, at: Offsets, at_row: int) -> tuple[Offsets, Offsets]:
-    """Group consecutive rows that are evenly spaced on both sides: first indices and row counts."""
-    if len(to) < 2:
-        return np.zeros(len(to), np.int64), np.ones(len(to), np.int64)
-    breaks = np.flatnonzero((np.diff(to) != to_row) | (np.diff(at) != at_row)) + 1
-    starts = np.concatenate(([0], breaks))
-    return starts, np.diff(np.append(starts, len(to)))
+def _piece_starts(rows: Offsets, holdings: Sequence[Holding]) -> Offsets:
+    """Index of the first row of each stretch that stays in one page of every holding."""
+    step = math.gcd(*(h.page_rows for h in holdings))
+    alone = all(h.tokens.size == 1 for h in holdings) and int(rows[-1]) - int(rows[0]) == len(rows) - 1
+    if step == 1 or not alone:
+        return np.arange(len(rows), dtype=np.int64)
+    head = -int(rows[0]) % step
+    starts = np.arange(head, len(rows), step, dtype=np.int64)
+    return starts if head == 0 else np.concatenate((np.zeros(1, np.int64), starts))
 
 
 def _local_rows(rows: Offsets, own: TokenOwnership) -> Offsets:
     return rows // (own.interleave * own.size) * own.interleave + rows % own.interleave
-
-
-def _run_offsets(
-    offsets: Offsets, rows: Offsets, row_stride: int, shape: tuple[int, ...], strides: tuple[int, ...]
-) -> Offsets:
-    """Offset of every contiguous run, in the primitive's loop order."""
-    firsts = np.repeat(offsets, rows)
-    counts = np.arange(len(firsts), dtype=np.int64) - np.repeat(np.cumsum(rows) - rows, rows)
-    runs = firsts + counts * row_stride
-    for n, stride in zip(shape, strides, strict=True):
-        runs = (runs[:, None] + np.arange(n, dtype=np.int64) * stride).reshape(-1)
-    return runs
-
-
-def _copy_native(
-    target: Any, source: Any, to: Offsets, at: Offsets, rows: Offsets, to_row: int, at_row: int,
-    shape: tuple[int, ...], to_strides: tuple[int, ...], at_strides: tuple[int, ...], run: int,
-) -> None:  # fmt: skip
-    _native.copy_boxes(target, source, to, at, rows, to_row, at_row, shape, to_strides, at_strides, run)
-
-
-def _copy_numpy(
-    target: Any, source: Any, to: Offsets, at: Offsets, rows: Offsets, to_row: int, at_row: int,
-    shape: tuple[int, ...], to_strides: tuple[int, ...], at_strides: tuple[int, ...], run: int,
-) -> None:  # fmt: skip
-    """The reference: one fancy assignment over overlapping windows of ``run`` bytes."""
-    if not len(to):
-        return
-    to, at = _run_offsets(to, rows, to_row, shape, to_strides), _run_offsets(at, rows, at_row, shape, at_strides)
-    _check_runs(to, run, target.nbytes, "target")
-    _check_runs(at, run, source.nbytes, "source")
-    _windows(target, run)[to] = _windows(source, run)[at]
-
-
-def _copy_torch(
-    target: Any, source: Any, to: Offsets, at: Offsets, rows: Offsets, to_row: int, at_row: int,
-    shape: tuple[int, ...], to_strides: tuple[int, ...], at_strides: tuple[int, ...], run: int,
-) -> None:  # fmt: skip
-    """Gather and scatter by word index; either side may be on a device."""
-    import torch
-
-    to, at = _run_offsets(to, rows, to_row, shape, to_strides), _run_offsets(at, rows, at_row, shape, at_strides)
-    if not len(to):
-        return
-    tensors = [b if isinstance(b, torch.Tensor) else torch.from_numpy(b) for b in (target, source)]
-    word = math.gcd(run, 8, int(np.bitwise_or.reduce(to | at)) or 8, *(t.numel() | 8 for t in tensors))
-    dtype = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[word]
-    flat = [t.view(-1)[: t.numel() // word * word].view(dtype) for t in tensors]
-    within = np.arange(run // word, dtype=np.int64)
-    to_index, at_index = (torch.from_numpy((o[:, None] // word + within).reshape(-1)) for o in (to, at))
-    _check_runs(to, run, tensors[0].numel(), "target")
-    _check_runs(at, run, tensors[1].numel(), "source")
-    values = flat[1][at_index.to(flat[1].device)]
-    flat[0][to_index.to(flat[0].device)] = values.to(flat[0].device)
-
-
-KERNELS: Mapping[str, Callable[..., None]] = {"native": _copy_native, "numpy": _copy_numpy, "torch": _copy_torch}
-
-
-def _check_runs(offsets: Offsets, run: int, nbytes: int, side: str) -> None:
-    if int(offsets.min()) < 0 or int(offsets.max()) + run > nbytes:
-        raise ValueError(f"{side} runs reach byte {int(offsets.max()) + run} of {nbytes}")
-
-
-def _windows(buffer: Bytes, run: int) -> npt.NDArray[np.void]:
-    """Every window of ``run`` bytes of a buffer, as overlapping void elements."""
-    array = np.asarray(buffer)
-    windows: npt.NDArray[np.void] = np.ndarray(
-        array.nbytes - run + 1, dtype=np.dtype((np.void, run)), buffer=array.data, strides=(1,)
-    )
-    return windows
-
-
-def _choose(target: Any, source: Any) -> str:
-    if hasattr(source, "read_runs"):
-        return "runs"
-    if isinstance(target, np.ndarray) and isinstance(source, np.ndarray):
-        return "native" if _native is not None else "numpy"
-    return "torch"
-
-
-def _as_buffer(buffer: Any) -> Any:
-    """NumPy for host memory, the object itself for tensors and run readers."""
-    if isinstance(buffer, np.ndarray) and buffer.dtype == np.uint8:
-        return buffer
-    if isinstance(buffer, (bytes, bytearray, memoryview, np.ndarray)):
-        return np.frombuffer(buffer, dtype=np.uint8)
-    return buffer
-
-
-def _as_host(data: Any) -> Bytes:
-    array = _as_buffer(data)
-    return array if isinstance(array, np.ndarray) else np.asarray(array.cpu().numpy())
 
 
 def check_targets(program: EdgeProgram, side: Side) -> None:

@@ -210,7 +210,7 @@ def _made_attention(draw: st.DrawFn, layers: list[int]) -> list[Component]:
             for part, dim in (("k", k_dim), ("v", v_dim))
         ]
     latent = [_component("latent", layers, {"dim": k_dim + 3}, _REPLICATED, Growth.PER_TOKEN)]
-    if draw(st.booleans()):
+    if draw(_BOOLEANS):
         latent.append(_component("rope", layers, {"dim": v_dim}, _REPLICATED, Growth.PER_TOKEN))
     if kind == "indexed":
         axes, per_row = {"dim": v_dim + 1}, draw(st.sampled_from((1, 4)))
@@ -226,8 +226,21 @@ def specs() -> st.SearchStrategy[CacheSpec]:
 # ---------------------------------------------------------------- workers
 
 
+# Strategies that every draw uses, made once: making them again costs more than drawing from them.
+_BOOLEANS = st.booleans()
+_PERCENT = st.integers(0, 99)
+_PAGE_TOKENS = st.sampled_from((1, 2, 3, 4, 5, 8, 16, 64))
+_PLACED = st.sampled_from(PLACEMENTS)
+_KV_ORDERS, _CONV_ORDERS, _STATE_ORDERS = (st.sampled_from(x) for x in (("NHD", "HND"), ("CT", "TC"), ("KV", "VK")))
+_TAPS_BEFORE, _TAPS_AFTER = st.sampled_from((0, 0, 1, 2)), st.sampled_from((0, 0, 1, 3))
+_SLOTS, _ALIGNMENT = st.integers(1, 3), st.sampled_from((1, 4, 16))
+_HOSTS, _INTERLEAVE = st.sampled_from((0, 0, 1, 2, 4)), st.sampled_from((1, 2, 4, 16))
+_STATE_DTYPES = st.sampled_from(("float32", "bfloat16", "float16"))
+_KV_DTYPES = st.sampled_from(("", "", "float16", "float8_e4m3fn", "float32"))
+
+
 def _rarely(draw: st.DrawFn, percent: int) -> bool:
-    return draw(st.integers(0, 99)) >= 100 - percent
+    return draw(_PERCENT) >= 100 - percent
 
 
 @st.composite
@@ -244,25 +257,25 @@ def arrangements(
     """A worker of at most ``ranks_max`` ranks for ``spec``, with room for a request of ``tokens`` tokens."""
     parallel = draw(_parallels(spec, ranks_max))
     per_row = max(c.tokens_per_row for c in spec.components)
-    page_tokens = draw(st.sampled_from((1, 2, 3, 4, 5, 8, 16, 64))) * per_row
-    placement = draw(st.sampled_from(PLACEMENTS))
+    page_tokens = draw(_PAGE_TOKENS) * per_row
+    placement = draw(_PLACED)
     kinds = 12 if placement == "unified" else 1
     storage = Storage(
         page_tokens=page_tokens,
-        kv_order=draw(st.sampled_from(("NHD", "HND"))),
-        kv_packed=draw(st.booleans()),
-        latent_packed=draw(st.booleans()),
-        conv_order=draw(st.sampled_from(("CT", "TC"))),
-        conv_fused=draw(st.booleans()),
-        state_order=draw(st.sampled_from(("KV", "VK"))),
-        taps_before=draw(st.sampled_from((0, 0, 1, 2))),
-        taps_after=draw(st.sampled_from((0, 0, 1, 3))),
+        kv_order=draw(_KV_ORDERS),
+        kv_packed=draw(_BOOLEANS),
+        latent_packed=draw(_BOOLEANS),
+        conv_order=draw(_CONV_ORDERS),
+        conv_fused=draw(_BOOLEANS),
+        state_order=draw(_STATE_ORDERS),
+        taps_before=draw(_TAPS_BEFORE),
+        taps_after=draw(_TAPS_AFTER),
         kv_dtype=kv_dtype,
         state_dtype=state_dtype,
         accepts=accepts,
         pages=-(-tokens // page_tokens) * min(kinds, 6) + kinds + 2,
-        slots=draw(st.integers(1, 3)),
-        alignment_tokens=draw(st.sampled_from((1, 4, 16))) * per_row,
+        slots=draw(_SLOTS),
+        alignment_tokens=draw(_ALIGNMENT) * per_row,
     )
     return Arrangement(parallel=parallel, storage=storage, placement=placement)
 
@@ -278,8 +291,8 @@ def _parallels(draw: st.DrawFn, spec: CacheSpec, ranks_max: int) -> Parallel:
         tp=tp,
         stages=tuple(b - a for a, b in itertools.pairwise(edges)) if cuts else (),
         cp=cp,
-        interleave=draw(st.sampled_from((1, 2, 4, 16))) if cp > 1 else 1,
-        ranks_per_host=draw(st.sampled_from((0, 0, 1, 2, 4))),
+        interleave=draw(_INTERLEAVE) if cp > 1 else 1,
+        ranks_per_host=draw(_HOSTS),
         ownership=_overrides(draw, spec, tp),
     )
 
@@ -308,18 +321,18 @@ def _overrides(draw: st.DrawFn, spec: CacheSpec, tp: int) -> dict[str, Ownership
 def cases(draw: st.DrawFn, spec: CacheSpec | None = None) -> Case:
     """A request between two workers; a few differ in dtype, with consent or (rarely) without.
 
-    Mostly at most 64 pairs of ranks, which keeps one case at some 30 ms.
+    Mostly at most 48 pairs of ranks, which keeps one case at some 30 ms.
     """
     spec = spec if spec is not None else draw(specs())
     tokens = draw(st.integers(1, 40))
-    kv_dtype = draw(st.sampled_from(("", "", "float16", "float8_e4m3fn", "float32")))
+    kv_dtype = draw(_KV_DTYPES)
     accepts = ("float32", "bfloat16", "float16") if _rarely(draw, 30) else ()
-    states = [draw(st.sampled_from(("float32", "bfloat16", "float16")))] * 2
+    states = [draw(_STATE_DTYPES)] * 2
     if accepts or _rarely(draw, 2):
-        states[1] = draw(st.sampled_from(("float32", "bfloat16", "float16")))
+        states[1] = draw(_STATE_DTYPES)
     more: dict[str, Any] = {"kv_dtype": kv_dtype, "accepts": accepts}
     source = draw(arrangements(spec, tokens, state_dtype=states[0], **more))
-    ranks_max = 16 if _rarely(draw, 2) else min(16, 64 // source.ranks)
+    ranks_max = 16 if _rarely(draw, 2) else min(16, 48 // source.ranks)
     target = draw(arrangements(spec, tokens, state_dtype=states[1], ranks_max=ranks_max, **more))
     # Cuts of a few bytes make thousands of segments: only where there are few ranks.
     few = source.ranks * target.ranks <= 4

@@ -17,20 +17,18 @@ __all__ = ["print_outcome", "print_summary"]
 def print_outcome(console: Console, outcome: Outcome) -> None:
     """Print one run: what moved, what it took, and whether anything is off."""
     o = outcome
+    console.print(f"{o.model}, {o.prompt_tokens:,} tokens over {o.transport} ({o.mode}):", style="bold")
     console.print(
-        f"{o.model}: {o.prompt_tokens:,} tokens from TP {o.prefill_tp} (pages of {o.prefill_page_tokens} tokens)"
-        f" to TP {o.decode_tp} (pages of {o.decode_page_tokens}) over {o.transport}, {o.mode}",
-        style="bold",
+        f"TP {o.prefill_tp}, pages of {o.prefill_page_tokens} tokens, K/V NHD, conv (channels, taps), S (K, V)"
     )
+    console.print(f"to TP {o.decode_tp}, pages of {o.decode_page_tokens}, K/V HND, conv (taps, channels), S (V, K)")
     _print_kinds(console, o)
     _print_times(console, o)
     _print_verdict(console, o)
 
 
 def _print_kinds(console: Console, o: Outcome) -> None:
-    table = _table(
-        "component", "unique", "held by targets", "moved", "fanned out", "moved / unique", "dedup", "messages"
-    )
+    table = _table("component", "unique B", "held B", "moved B", "fanned out B", "dedup", "messages")
     for kind in o.kinds:
         table.add_row(*_kind_cells(kind), str(kind.messages))
     table.add_section()
@@ -43,12 +41,12 @@ def _print_kinds(console: Console, o: Outcome) -> None:
     )
     table.add_row(*_kind_cells(total), str(o.messages))
     console.print(table)
-    console.print("A message carries several kinds, so their counts add up to more than all.", style="dim")
+    console.print("held: by all target ranks; dedup: held / moved; a message may carry several", style="dim")
 
 
 def _kind_cells(k: Kind) -> tuple[str, ...]:
     amounts = (k.unique_bytes, k.held_bytes, k.moved_bytes, k.relayed_bytes)
-    return k.name, *(f"{amount:,} B" for amount in amounts), f"{k.moved_bytes / k.unique_bytes:.2f}", f"{k.dedup:.2f}"
+    return k.name, *(f"{amount:,}" for amount in amounts), f"{k.dedup:.2f}"
 
 
 def _print_times(console: Console, o: Outcome) -> None:
@@ -62,42 +60,40 @@ def _print_times(console: Console, o: Outcome) -> None:
     console.print(table)
     console.print(
         f"Prefill of the prompt took {_ms(o.prefill_s)}, the whole run {o.total_s:.1f} s. A request of a tiny model is"
-        " all latency; `pdxfer bench` moves large ones.",
+        " all latency; see pdxfer bench for large ones.",
         style="dim",
     )
 
 
 def _print_verdict(console: Console, o: Outcome) -> None:
-    state = (
-        f"state   {o.compared_bytes:,} B compared with the source in logical coordinates: {o.wrong_bytes:,} B differ"
-    )
+    state = f"state   {o.wrong_bytes:,} of {o.compared_bytes:,} B differ from the source's, compared by coordinates"
     console.print(_mark(o.state_ok) + state + (f" ({', '.join(o.wrong_where)})" if o.wrong_where else ""))
-    logits = f"logits  at most {o.logit_error:.1e} off a single-process run (limit {LOGIT_LIMIT:.0e})"
+    logits = f"logits  at most {o.logit_error:.1e} off a single-process run's (limit {LOGIT_LIMIT:.0e})"
     console.print(_mark(o.logits_ok) + logits)
     equal = sum(a == b for a, b in zip(o.tokens, o.reference_tokens, strict=True))
-    tokens = f"tokens  {equal} of {len(o.tokens)} as in a single-process run: {' '.join(map(str, o.tokens))}"
+    tokens = f"tokens  {equal} of {len(o.tokens)} equal a single-process run's: {' '.join(map(str, o.tokens))}"
     console.print(_mark(o.tokens_ok) + tokens)
 
 
 def print_summary(console: Console, outcomes: Sequence[Outcome]) -> None:
     """Print one row per run."""
-    columns = ("model", "TP", "state", "logits", "tokens", "moved", "dedup", "messages", "first", "again")
+    columns = ("model", "TP", "state", "logits", "tokens", "moved B", "dedup", "first", "again")
     table = _table(*columns)
     for o in outcomes:
         held = sum(k.held_bytes for k in o.kinds)
         table.add_row(
             o.model,
             f"{o.prefill_tp} to {o.decode_tp}",
-            "equal" if o.state_ok else f"{o.wrong_bytes:,} B off",
+            "equal" if o.state_ok else "differs",
             f"{o.logit_error:.1e}",
             "equal" if o.tokens_ok else "differ",
-            f"{o.moved_bytes:,} B",
+            f"{o.moved_bytes:,}",
             f"{held / o.moved_bytes:.2f}",
-            str(o.messages),
-            *(_ms(r.transfer_s) for r in o.rounds),
+            *(f"{r.transfer_s * 1e3:,.1f}" for r in o.rounds),
             style=None if o.ok else "red",
         )
     console.print(table)
+    console.print("first, again: ms of a whole fetch by agents that had never met, and that had", style="dim")
     good = sum(o.ok for o in outcomes)
     console.print(f"{_mark(good == len(outcomes))}{good} of {len(outcomes)} runs without a byte, logit or token off")
 
@@ -106,10 +102,10 @@ def _table(*columns: str) -> Table:
     from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column(columns[0], no_wrap=True)
     for column in columns[1:]:
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True)
     return table
 
 

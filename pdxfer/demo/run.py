@@ -52,7 +52,7 @@ class Options:
     decode_page_tokens: int = 10
     steps: int = 8
     seed: int = 0
-    timeout_s: float = 60.0
+    timeout_s: float = 120.0
 
     def __post_init__(self) -> None:
         sizes = ("prefill_tp", "decode_tp", "prompt_tokens", "prefill_page_tokens", "decode_page_tokens", "steps")

@@ -8,10 +8,10 @@ What happens to a segment::
 
     packed   source pages ─pack─▶ staging ──payload──▶ staging ─unpack─▶ target pages ─read back─▶ digest == sealed?
     direct   source pages ─────────one copy──────────▶ target pages ─read back─▶ digest == sealed?
-             (the source gathers and hashes the same segment meanwhile)
+             (the source digests the same chunk meanwhile, where it lies)
 
-Digests are taken of what lies in the target's own pages, segment by segment while it is in cache, so that a
-wrong copy is found as surely as a wrong byte on the way.
+Digests are taken of what lies in the target's own pages, so that a wrong copy is found as surely as a wrong byte on
+the way. Where the native kernel takes them a few KiB behind the copy, their time is in the stage that copies.
 """
 
 from __future__ import annotations
@@ -127,7 +127,6 @@ class EdgeReader:
         self.program, self.target, self.peer, self.cancel = program, target, peer, cancel
         self.deadline_s, self.renew, self.stats = deadline_s, renew, stats
         self.window, self.digests, self.kernel = window, digests, kernel
-        self._scratch = np.empty(0, np.uint8)
 
     def run(self) -> None:
         """Read the whole edge into the target's pages, verified.
@@ -140,10 +139,15 @@ class EdgeReader:
         self._send(wire.Hello(self.session, self.digests))
         source = self._import() if self.mode is Mode.DIRECT else None
         intake = Intake(len(self.program.chunks), self.window)
+        ahead: dict[int, list[bytes | None]] = {}
         while not intake.complete:
             wanted = intake.credit()
             if wanted:
                 self._send(wire.Want(self.session, wanted))
+            if source is not None:  # the oldest wanted chunk is copied while the source digests it
+                oldest = intake.oldest
+                if oldest not in ahead:
+                    ahead[oldest] = self._place(self.program.chunks[oldest], None, source)
             asked = time.perf_counter()
             with self._receive() as message:
                 frame = self._frame(message, wire.Data)
@@ -151,13 +155,15 @@ class EdgeReader:
                 self.stats.seconds["pack"] += frame.pack_s + frame.digest_s
                 self.stats.seconds["move"] += max(0.0, waited - frame.pack_s - frame.digest_s)
                 intake.expect(frame.chunk)
-                self._take(self.program.chunks[frame.chunk], frame, message, source)
+                chunk = self.program.chunks[frame.chunk]
+                self._check_frame(chunk, frame, message, source)
+                found = ahead.pop(frame.chunk, None) or self._place(chunk, message, source)
+                self._verify(chunk, frame, message, found)
             intake.accept(frame.chunk)
             self.stats.messages += 1
         self._send(wire.Done(self.session))
 
-    def _take(self, chunk: Chunk, frame: wire.Data, message: Message, source: Side | None) -> None:
-        """Put one chunk's segments into the target's pages and verify each there."""
+    def _check_frame(self, chunk: Chunk, frame: wire.Data, message: Message, source: Side | None) -> None:
         if self.digests and len(frame.digests) != len(chunk.segments):
             raise PeerError(
                 f"chunk {chunk.number} came with {len(frame.digests)} of {len(chunk.segments)} digests",
@@ -167,44 +173,61 @@ class EdgeReader:
         if len(message.payload) != expected:
             first = self.program.items[chunk.segments[0].item]
             raise CorruptError(first.component, f"chunk {chunk.number} has {len(message.payload)} of {expected} bytes")
+
+    def _place(self, chunk: Chunk, message: Message | None, source: Side | None) -> list[bytes | None]:
+        """Put one chunk's segments into the target's pages; returns the digest of what lies there, for each."""
+        found: list[bytes | None] = []
+        payload = np.empty(0, np.uint8) if message is None else np.frombuffer(message.payload, np.uint8)
+        with self.stats.stage("unpack" if source is None else "move"):
+            for index, segment in enumerate(chunk.segments):
+                self.cancel.check()
+                converts = self.program.items[segment.item].converts
+                seed = self._seed(chunk, index) if self.digests and not converts else None
+                if source is None:
+                    data = payload[segment.offset : segment.offset + segment.nbytes]
+                    digest = packing.unpack(self.program, segment, self.target, data, kernel=self.kernel, seed=seed)
+                else:
+                    digest = packing.direct(self.program, segment, source, self.target, kernel=self.kernel, seed=seed)
+                found.append(digest)
+        return found
+
+    def _seed(self, chunk: Chunk, index: int) -> int:
+        edge = self.program.edge
+        return wire.digest_seed(self.transfer, self.generation, edge.source, edge.target, chunk.number, index)
+
+    def _verify(self, chunk: Chunk, frame: wire.Data, message: Message, found: list[bytes | None]) -> None:
+        """Compare what lies in the target's pages with what was sealed; count the segments that are right."""
         for index, segment in enumerate(chunk.segments):
-            self.cancel.check()
-            data = message.payload[segment.offset : segment.offset + segment.nbytes] if source is None else None
-            if data is None:
-                with self.stats.stage("move"):
-                    assert source is not None
-                    packing.direct(self.program, segment, source, self.target, kernel=self.kernel)
-            else:
-                with self.stats.stage("unpack"):
-                    packing.unpack(self.program, segment, self.target, data, kernel=self.kernel)
+            item = self.program.items[segment.item]
             if self.digests:
-                with self.stats.stage("verify"):
-                    self._verify(chunk, index, segment, data, frame.digests[index])
-            self.stats.component_bytes[self.program.items[segment.item].component] += segment.nbytes
+                sealed = frame.digests[index]
+                if found[index] is None:
+                    intact = self._verify_converted(chunk, index, segment, message, sealed)
+                else:
+                    intact = found[index] == sealed
+                if not intact:
+                    layers = item.layers[segment.layer_start : segment.layer_stop]
+                    where = (
+                        f"layers {layers[0]}..{layers[-1]}, chunk {chunk.number}, from rank {self.program.edge.source}"
+                    )
+                    raise CorruptError(
+                        item.component,
+                        f"the digest of {segment.nbytes} B does not match ({where})",
+                        hint="fetch again or prefill again",
+                    )
+            self.stats.component_bytes[item.component] += segment.nbytes
             self.stats.payload_bytes += segment.nbytes
 
-    def _verify(self, chunk: Chunk, index: int, segment: Segment, data: Any, sealed: bytes) -> None:
-        item = self.program.items[segment.item]
-        edge = self.program.edge
-        seed = wire.digest_seed(self.transfer, self.generation, edge.source, edge.target, chunk.number, index)
-        have, want = self.program.source_dtype(item), self.target.rank.holdings[item.target_holding].dtype
-        wanted = packing.convert(data, have, want) if item.converts else None
-        found = self._room(segment.nbytes if wanted is None else wanted.nbytes)
-        packing.read_back(self.program, segment, self.target, found, kernel=self.kernel)
-        intact = wire.digest(data if item.converts else found, seed) == sealed
-        if not intact or (wanted is not None and not np.array_equal(found, wanted)):
-            layers = item.layers[segment.layer_start : segment.layer_stop]
-            where = f"layers {layers[0]}..{layers[-1]}, chunk {chunk.number}, from rank {edge.source}"
-            raise CorruptError(
-                item.component,
-                f"the digest of {segment.nbytes} B does not match ({where})",
-                hint="fetch again or prefill again",
-            )
-
-    def _room(self, nbytes: int) -> Any:
-        if self._scratch.nbytes < nbytes:
-            self._scratch = np.empty(nbytes, np.uint8)
-        return self._scratch[:nbytes]
+    def _verify_converted(self, chunk: Chunk, index: int, segment: Segment, message: Message, sealed: bytes) -> bool:
+        """What came is what was sealed, and what lies in the pages is that, converted."""
+        with self.stats.stage("verify"):
+            item = self.program.items[segment.item]
+            have, want = self.program.source_dtype(item), self.target.rank.holdings[item.target_holding].dtype
+            data = message.payload[segment.offset : segment.offset + segment.nbytes]
+            wanted = packing.convert(data, have, want)
+            found = np.empty(wanted.nbytes, np.uint8)
+            packing.read_back(self.program, segment, self.target, found, kernel=self.kernel)
+            return wire.digest(data, self._seed(chunk, index)) == sealed and np.array_equal(found, wanted)
 
     def _import(self) -> Side:
         """Receive the source's regions (those not yet known on this channel) and page tables."""
@@ -321,6 +344,7 @@ class SourceSession:
     def finish(self) -> None:
         """Its reader has all it wanted: nothing more will be read, and the channel may serve others."""
         self._closed, self._channel = True, None
+        self.program.forget()
 
     def close(self) -> None:
         """End it from outside: the channel that serves it closes, so its thread stops soon."""
@@ -389,24 +413,27 @@ class SourceSession:
             outstanding.append((sending, block))
 
     def _gather(self, chunk: Chunk, block: memoryview | None) -> wire.Data:
+        """Pack a chunk into ``block`` and digest it there, or digest it where it lies."""
         pack_s = digest_s = 0.0
         digests: list[bytes] = []
-        scratch = np.empty(max(s.nbytes for s in chunk.segments), np.uint8) if block is None and self.digests else None
         for index, segment in enumerate(chunk.segments):
-            out = block[segment.offset : segment.offset + segment.nbytes] if block is not None else scratch
-            if out is None:
-                continue
-            out = out[: segment.nbytes]
             start = time.perf_counter()
-            packing.pack(self.program, segment, self.source, out, kernel=self.kernel)
+            out = None if block is None else block[segment.offset : segment.offset + segment.nbytes]
+            if out is not None:
+                packing.pack(self.program, segment, self.source, out, kernel=self.kernel)
             packed = time.perf_counter()
-            pack_s += packed - start
             if self.digests:
-                edge = self.program.edge
-                seed = wire.digest_seed(self.transfer, self.generation, edge.source, edge.target, chunk.number, index)
-                digests.append(wire.digest(out, seed))
+                digests.append(self._digest(chunk, index, out))
+            pack_s += packed - start
             digest_s += time.perf_counter() - packed
         return wire.Data(self.session, chunk.number, digests, pack_s, digest_s)
+
+    def _digest(self, chunk: Chunk, index: int, packed: memoryview | None) -> bytes:
+        edge, segment = self.program.edge, chunk.segments[index]
+        seed = wire.digest_seed(self.transfer, self.generation, edge.source, edge.target, chunk.number, index)
+        if packed is not None:
+            return wire.digest(packed, seed)
+        return packing.digest(self.program, segment, self.source, seed, of_target=False, kernel=self.kernel)
 
 
 def serve_channel(

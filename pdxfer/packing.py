@@ -148,6 +148,10 @@ class EdgeProgram:
             if len(rows):
                 self._item_pieces(index, self._ends(index, source, target, of_target=False))
 
+    def forget(self) -> None:
+        """Drop what was worked out from page tables; it is worked out again where it is needed."""
+        self._pieces, self._copiers = {}, {}
+
     def copier(self, segment: Segment, source: Side | None, target: Side | None, *, of_target: bool = False) -> RowCopy:
         """The copy of a segment's rows, the same for each of its layers; a side of None is packed bytes.
 
@@ -156,7 +160,8 @@ class EdgeProgram:
         """
         index, start, stop = segment.item, segment.row_start, segment.row_stop
         key = (index, start, stop, id(source), id(target), of_target)
-        if key not in self._copiers:
+        known = self._copiers.get(key)
+        if known is None:
             ends = self._ends(index, source, target, of_target=of_target)
             pieces = self._item_pieces(index, ends).cut(start, stop, [h.row_stride for _, h in ends])
             holding, shape = ends[-1][1], self.items[index].box.shape
@@ -165,8 +170,8 @@ class EdgeProgram:
             packed = End((pieces.starts - start) * row_bytes, row_bytes, strides)
             at, to = found[0] if source is not None else packed, found[-1] if target is not None else packed
             copier = RowCopy(shape, holding.itemsize, to, at, pieces.counts)
-            self._copiers[key] = copier, (source, target)
-        return self._copiers[key][0]
+            known = self._copiers[key] = copier, (source, target)
+        return known[0]
 
     def _ends(
         self, index: int, source: Side | None, target: Side | None, *, of_target: bool
@@ -180,9 +185,10 @@ class EdgeProgram:
     def _item_pieces(self, index: int, ends: Sequence[tuple[Side, Holding]]) -> _Pieces:
         rows = self.rows[index]
         key = (id(rows), *((id(s), h.table, h.tokens, h.page_rows, h.page_stride, h.row_stride) for s, h in ends))
-        if key not in self._pieces:
-            self._pieces[key] = _find_pieces(rows, ends), ends
-        return self._pieces[key][0]
+        known = self._pieces.get(key)
+        if known is None:
+            known = self._pieces[key] = _find_pieces(rows, ends), ends
+        return known[0]
 
     def _item_rows(self, item: CopyItem) -> Offsets:
         """Rows of the request that the stripe covers and both sides own."""

@@ -315,6 +315,11 @@ class Intake:
         self._next += room
         return wanted
 
+    @property
+    def oldest(self) -> int:
+        """The first chunk that is underway."""
+        return min(self._underway)
+
     def expect(self, chunk: int) -> None:
         """Raise PeerError for a chunk that was not asked for or came before; call it before looking at the bytes."""
         if chunk not in self._underway:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import xxhash
 
 from pdxfer.layout import RankLayout
 from pdxfer.packing import EdgeProgram, RequestShape, Side, direct, pack, read_back, unpack
@@ -23,6 +24,7 @@ def move(
     chunk_bytes: int = 1 << 20,
     segment_bytes: int = 1 << 20,
     read_back_too: bool = True,
+    digests: bool = False,
 ) -> int:
     """Move one request: network edges first, then relays among the target's ranks. Returns bytes moved.
 
@@ -46,16 +48,20 @@ def move(
             staging = np.full(chunk.nbytes, 0xA5, dtype=np.uint8)
             for segment in chunk.segments:
                 part = staging[segment.offset : segment.offset + segment.nbytes]
-                if mode == "packed" or program.items[segment.item].converts:
+                converts = program.items[segment.item].converts
+                seed = chunk.number if digests else None
+                if mode == "packed" or converts:
                     pack(program, segment, have, part, kernel=kernel)
-                    unpack(program, segment, want, part, kernel=kernel)
+                    found = unpack(program, segment, want, part, kernel=kernel, seed=seed)
                 else:
-                    direct(program, segment, have, want, kernel=kernel)
-                if mode == "packed" and read_back_too and not program.items[segment.item].converts:
+                    found = direct(program, segment, have, want, kernel=kernel, seed=seed)
+                    if digests or read_back_too:
+                        pack(program, segment, have, part, kernel=kernel)
+                if digests and not converts:
+                    assert found == xxhash.xxh3_128_digest(part.data, chunk.number)
+                if read_back_too and not converts:
                     again = np.empty_like(part)
                     read_back(program, segment, want, again, kernel=kernel)
-                    assert np.array_equal(part, again), (
-                        f"{edge}: {program.items[segment.item].component} reads back otherwise"
-                    )
+                    assert np.array_equal(part, again), f"{edge}: item {segment.item} reads back otherwise"
             moved += chunk.nbytes
     return moved

@@ -73,7 +73,8 @@ def holds(case: Case, kernel: str, mode: str, tally: Counter, pairs: set[tuple[s
     before = want.copy()
     shape = RequestShape(kv_tokens=case.tokens, first_token=case.first_token)
     sizes = {"chunk_bytes": case.chunk_bytes, "segment_bytes": case.segment_bytes}
-    move(plan, have, want, shape, kernel=kernel, mode=mode, read_back_too=case.seed % 4 == 0, **sizes)
+    checks = {"read_back_too": case.seed % 4 == 0, "digests": case.seed % 4 == 1}
+    move(plan, have, want, shape, kernel=kernel, mode=mode, **checks, **sizes)
     oracle.check(want, before, first_token=case.first_token)
     tally["accepted"] += 1
     pairs.add((source.digest, target.digest))

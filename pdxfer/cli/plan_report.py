@@ -324,9 +324,7 @@ def _request_seconds(plan: Plan, programs: list[EdgeProgram], shape: RequestShap
         started = time.perf_counter()
         side = Side(rank, [np.empty(0, np.uint8)] * len(rank.regions), tables)
         for edge in edges:
-            program = EdgeProgram(plan, edge, shape, chunk_bytes=chunk_bytes)
-            for item, rows in zip(program.items, program.rows, strict=True):
-                side.row_offsets(rank.holdings[item.target_holding], rows)
+            EdgeProgram(plan, edge, shape, chunk_bytes=chunk_bytes).address(None, side)
         best = min(best, time.perf_counter() - started)
     return best
 

@@ -367,6 +367,8 @@ class Fetch:
         self.ledger.fire(self.hold, Event.GIVE_UP)
         self.agent.fetched[f"fetch_failed_{getattr(first, 'reason', 'INTERNAL')}"] += 1
         _log.warning("transfer %s failed: %s", self.ticket.transfer, first)
+        if self._relay is None:
+            self.agent.source.refuse_relay(self.ticket.transfer, str(first))
         self._abort_sources(str(getattr(first, "reason", "INTERNAL")))
         until_s = time.monotonic() + _JOIN_S
         for thread in threads:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pdxfer.driver import SourceSession
-from pdxfer.errors import ExhaustedError, IncompatibleError, MisuseError, StaleError, TicketError
+from pdxfer.errors import AbortedError, ExhaustedError, IncompatibleError, MisuseError, StaleError, TicketError
 from pdxfer.messages import Abort, Complete, Completed, Mode, Open, Opened, Renew, Renewed
 from pdxfer.packing import EdgeProgram, RequestShape, Side
 from pdxfer.plan import Edge, Plan, make_plan
@@ -70,6 +70,7 @@ class Source:
         self._records: OrderedDict[tuple[bool, str], _Record] = OrderedDict()
         self._by_session: dict[bytes, _Record] = {}
         self._quarantined: list[_Record] = []
+        self._refused: dict[str, str] = {}
         self._lock = threading.RLock()
 
     # -- for the engine ------------------------------------------------------------------------------
@@ -186,6 +187,8 @@ class Source:
 
     def _admit_sibling(self, message: Open) -> _Record:
         record = self._records.get((True, message.transfer))
+        if record is None and message.transfer in self._refused:
+            raise AbortedError(f"{message.transfer}: this rank has given up: {self._refused[message.transfer]}")
         if record is None:
             raise ExhaustedError(f"{message.transfer}: this rank does not fetch it yet", retry_after_s=_RETRY_S)
         same_worker = message.target_worker == self.config.worker
@@ -291,6 +294,13 @@ class Source:
         ready = self._records[(True, transfer)].ready
         assert ready is not None
         ready.set()
+
+    def refuse_relay(self, transfer: str, why: str) -> None:
+        """Our fetch failed before it could offer anything: siblings need not wait for us until their deadline."""
+        with self._lock:
+            self._refused[transfer] = why
+            while len(self._refused) > _ENDED_MAX:
+                del self._refused[next(iter(self._refused))]
 
     def end_relay(self, transfer: str, why: str) -> bool:
         """End our part of a fan-out; True when no thread of ours reads for it (else call again)."""

@@ -414,26 +414,22 @@ class SourceSession:
 
     def _gather(self, chunk: Chunk, block: memoryview | None) -> wire.Data:
         """Pack a chunk into ``block`` and digest it there, or digest it where it lies."""
-        pack_s = digest_s = 0.0
-        digests: list[bytes] = []
+        edge, digests = self.program.edge, list[bytes]()
+        start = time.perf_counter()
         for index, segment in enumerate(chunk.segments):
-            start = time.perf_counter()
-            out = None if block is None else block[segment.offset : segment.offset + segment.nbytes]
-            if out is not None:
-                packing.pack(self.program, segment, self.source, out, kernel=self.kernel)
-            packed = time.perf_counter()
+            seed = None
             if self.digests:
-                digests.append(self._digest(chunk, index, out))
-            pack_s += packed - start
-            digest_s += time.perf_counter() - packed
-        return wire.Data(self.session, chunk.number, digests, pack_s, digest_s)
-
-    def _digest(self, chunk: Chunk, index: int, packed: memoryview | None) -> bytes:
-        edge, segment = self.program.edge, chunk.segments[index]
-        seed = wire.digest_seed(self.transfer, self.generation, edge.source, edge.target, chunk.number, index)
-        if packed is not None:
-            return wire.digest(packed, seed)
-        return packing.digest(self.program, segment, self.source, seed, of_target=False, kernel=self.kernel)
+                seed = wire.digest_seed(self.transfer, self.generation, edge.source, edge.target, chunk.number, index)
+            found = None
+            if block is not None:
+                out = block[segment.offset : segment.offset + segment.nbytes]
+                found = packing.pack(self.program, segment, self.source, out, kernel=self.kernel, seed=seed)
+            elif seed is not None:
+                found = packing.digest(self.program, segment, self.source, seed, of_target=False, kernel=self.kernel)
+            if found is not None:
+                digests.append(found)
+        spent_s = time.perf_counter() - start
+        return wire.Data(self.session, chunk.number, digests, *((0.0, spent_s) if block is None else (spent_s, 0.0)))
 
 
 def serve_channel(

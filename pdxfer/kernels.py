@@ -303,7 +303,7 @@ def _choose(kernel: str, part: Part) -> str:
 
 def as_buffer(buffer: Any) -> Any:
     """NumPy for host memory, the object itself for tensors and run readers."""
-    if isinstance(buffer, np.ndarray) and buffer.dtype == np.uint8:
+    if type(buffer) is np.ndarray and buffer.dtype.char == "B":
         return buffer
     if isinstance(buffer, (bytes, bytearray, memoryview, np.ndarray)):
         return np.frombuffer(buffer, dtype=np.uint8)

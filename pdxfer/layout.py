@@ -22,16 +22,18 @@ and padded pages, extra taps and speculative rows are offsets and strides; none 
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import math
+import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
 from pdxfer.errors import MisuseError
-from pdxfer.spec import DTYPE_BYTES, CacheSpec, Component, Growth, canonical_digest
+from pdxfer.spec import DTYPE_BYTES, CacheSpec, Component, Growth
 
 __all__ = ["Box", "Holding", "Layout", "RankLayout", "RegionShape", "TokenOwnership", "boxes_cover"]
 
@@ -71,13 +73,11 @@ class Box:
 
     def overlaps(self, other: Box) -> bool:
         """Whether the two share an element."""
-        return all(map(int.__lt__, self.starts, other.stops)) and all(map(int.__lt__, other.starts, self.stops))
+        return all(map(operator.lt, self.starts, other.stops)) and all(map(operator.lt, other.starts, self.stops))
 
     def contains(self, other: Box) -> bool:
         """Whether ``other`` lies wholly inside."""
-        return all(
-            a <= c and d <= b for a, b, c, d in zip(self.starts, self.stops, other.starts, other.stops, strict=True)
-        )
+        return all(map(operator.le, self.starts, other.starts)) and all(map(operator.le, other.stops, self.stops))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,8 +281,8 @@ class Layout:
 
     @cached_property
     def digest(self) -> str:
-        """Hex digest of the canonical JSON form."""
-        return canonical_digest(self.to_json())
+        """Hex digest of the canonical JSON form; equal to ``canonical_digest(self.to_json())``."""
+        return hashlib.blake2b(self.to_bytes(), digest_size=16).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; ``from_json`` is its inverse."""
@@ -290,7 +290,9 @@ class Layout:
 
     def to_bytes(self) -> bytes:
         """Canonical JSON as UTF-8, as Describe carries it."""
-        return json.dumps(self.to_json(), sort_keys=True, separators=(",", ":")).encode()
+        known: dict[object, str] = {}
+        ranks = ",".join(_rank_text(rank, known) for rank in self.ranks)
+        return f'{{"ranks":[{ranks}],"spec":{_text_of(self.spec.to_json())}}}'.encode()
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Layout:
@@ -336,6 +338,37 @@ def _holding_to_json(holding: Holding) -> dict[str, Any]:
 
 
 _PLAIN_FIELDS = tuple(f.name for f in fields(Holding) if f.name not in ("box", "tokens"))
+
+
+# The canonical text, written out: ranks share most of their numbers, and the digest would cost more than the plan.
+
+
+def _text_of(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+def _text(value: object, known: dict[object, str]) -> str:
+    found = known.get(value)
+    if found is None:
+        found = known[value] = _text_of(value)
+    return found
+
+
+def _rank_text(rank: RankLayout, known: dict[object, str]) -> str:
+    holdings = ",".join(_holding_text(h, known) for h in rank.holdings)
+    regions = ",".join(f'{{"name":{_text(r.name, known)},"nbytes":{r.nbytes}}}' for r in rank.regions)
+    return f'{{"holdings":[{holdings}],"host":{rank.host},"rank":{rank.rank},"regions":[{regions}]}}'
+
+
+def _holding_text(holding: Holding, known: dict[object, str]) -> str:
+    box, tokens = holding.box, holding.tokens
+    texts = {name: _text(getattr(holding, name), known) for name in _PLAIN_FIELDS}
+    texts["box"] = f'{{"starts":{_text(box.starts, known)},"stops":{_text(box.stops, known)}}}'
+    texts["tokens"] = f'{{"index":{tokens.index},"interleave":{tokens.interleave},"size":{tokens.size}}}'
+    return "{" + ",".join([f'"{name}":{texts[name]}' for name in _SORTED_FIELDS]) + "}"
+
+
+_SORTED_FIELDS = tuple(sorted((*_PLAIN_FIELDS, "box", "tokens")))
 
 
 def _rank_from_json(data: Mapping[str, Any]) -> RankLayout:

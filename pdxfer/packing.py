@@ -32,6 +32,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
+import xxhash
 
 from pdxfer.errors import MisuseError
 from pdxfer.kernels import (
@@ -50,8 +51,21 @@ from pdxfer.layout import Holding, RankLayout, TokenOwnership
 from pdxfer.plan import CopyItem, Edge, Plan
 from pdxfer.spec import DTYPE_BYTES, CacheSpec, Component, Growth
 
-__all__ = ["KERNELS", "Chunk", "EdgeProgram", "RequestShape", "RunReader", "Segment", "Side", "native_available"]
+__all__ = [
+    "KERNELS",
+    "Buffers",
+    "Chunk",
+    "EdgeProgram",
+    "RequestShape",
+    "RunReader",
+    "Segment",
+    "Side",
+    "native_available",
+]
 
+#: Part of the protocol: both ends must cut alike. Digests work in pieces of a few KiB, so that only the calls count.
+_SEGMENT_BYTES = 4 << 20
+_LARGEST = np.maximum.reduce
 _TOKENS_MAX = 1 << 48  # far beyond any request, and no byte offset overflows
 
 
@@ -108,7 +122,7 @@ class EdgeProgram:
     """An edge of a plan applied to one request: its rows, segments and chunks. Equal on both ends."""
 
     def __init__(
-        self, plan: Plan, edge: Edge, shape: RequestShape, *, chunk_bytes: int, segment_bytes: int = 1 << 20
+        self, plan: Plan, edge: Edge, shape: RequestShape, *, chunk_bytes: int, segment_bytes: int = _SEGMENT_BYTES
     ) -> None:
         self.plan, self.edge, self.shape = plan, edge, shape
         self.items: tuple[CopyItem, ...] = plan.edges.get(edge, ())
@@ -120,7 +134,11 @@ class EdgeProgram:
         self._pieces: dict[object, tuple[_Pieces, object]] = {}  # the object keeps the sides, so their ids stay theirs
         self._copiers: dict[object, tuple[RowCopy, object]] = {}
         self.rows: tuple[Offsets, ...] = tuple(self._item_rows(item) for item in self.items)
-        self.chunks: tuple[Chunk, ...] = tuple(self._cut())
+        sizes = tuple(
+            (len(item.layers), len(rows), self.row_bytes(item))
+            for item, rows in zip(self.items, self.rows, strict=True)
+        )
+        self.chunks: tuple[Chunk, ...] = _cut(sizes, self.chunk_bytes, self.segment_bytes)
         self.payload_bytes: int = sum(chunk.nbytes for chunk in self.chunks)
 
     def source_dtype(self, item: CopyItem) -> str:
@@ -184,7 +202,8 @@ class EdgeProgram:
 
     def _item_pieces(self, index: int, ends: Sequence[tuple[Side, Holding]]) -> _Pieces:
         rows = self.rows[index]
-        key = (id(rows), *((id(s), h.table, h.tokens, h.page_rows, h.page_stride, h.row_stride) for s, h in ends))
+        numbers = [x for s, h in ends for x in (id(s), h.table, h.page_rows, h.page_stride, h.row_stride)]
+        key = (id(rows), *numbers, *[h.tokens for _, h in ends if h.tokens.size > 1])
         known = self._pieces.get(key)
         if known is None:
             known = self._pieces[key] = _find_pieces(rows, ends), ends
@@ -193,7 +212,13 @@ class EdgeProgram:
     def _item_rows(self, item: CopyItem) -> Offsets:
         """Rows of the request that the stripe covers and both sides own."""
         start, stop = self.shape.rows(self.plan.target.spec[item.component])
-        key = (start, stop, item.stripe, item.stripes, item.source_tokens, item.target_tokens)
+        key = (
+            start,
+            stop,
+            item.stripe,
+            item.stripes,
+            *(o for o in (item.source_tokens, item.target_tokens) if o.size > 1),
+        )
         if key not in self._rows:
             n = stop - start
             rows = np.arange(
@@ -205,28 +230,45 @@ class EdgeProgram:
             self._rows[key] = rows
         return self._rows[key]
 
-    def _cut(self) -> list[Chunk]:
-        """Fill chunks greedily: a chunk ends where the next row would not fit (a giant row gets its own)."""
-        chunks: list[Chunk] = []
-        segments: list[Segment] = []
-        fill = 0
-        for index, (item, rows) in enumerate(zip(self.items, self.rows, strict=True)):
-            row_bytes, n, layer, row = self.row_bytes(item), len(rows), 0, 0
-            while n and layer < len(item.layers):
-                if segments and fill + row_bytes > self.chunk_bytes:
-                    chunks.append(Chunk(len(chunks), fill, tuple(segments)))
-                    segments, fill = [], 0
-                room = max(row_bytes, min(self.chunk_bytes - fill, self.segment_bytes))
-                whole = min(room // (n * row_bytes), len(item.layers) - layer) if row == 0 else 0
-                layers, taken = (whole, n) if whole else (1, min(n - row, room // row_bytes))
-                nbytes = layers * taken * row_bytes
-                segments.append(Segment(index, layer, layer + layers, row, row + taken, fill, nbytes))
-                fill += nbytes
-                row = (row + taken) % n
-                layer += layers if row == 0 else 0
-        if segments:
-            chunks.append(Chunk(len(chunks), fill, tuple(segments)))
-        return chunks
+
+@lru_cache(maxsize=256)
+def _cut(sizes: tuple[tuple[int, int, int], ...], chunk_bytes: int, segment_bytes: int) -> tuple[Chunk, ...]:
+    """Fill chunks greedily: a chunk ends where the next row would not fit (a giant row gets its own).
+
+    Args:
+        sizes: layers, rows and bytes of a row, for each item. Edges of one request often have the same.
+    """
+    chunks: list[Chunk] = []
+    segments: list[Segment] = []
+    fill = 0
+    for index, (stop, n, row_bytes) in enumerate(sizes):
+        layer = row = 0
+        layer_bytes = n * row_bytes
+        while n and layer < stop:
+            if segments and fill + row_bytes > chunk_bytes:
+                chunks.append(Chunk(len(chunks), fill, tuple(segments)))
+                segments, fill = [], 0
+            room = min(segment_bytes, chunk_bytes - fill)
+            room = max(row_bytes, room)
+            if row == 0 and layer_bytes <= room:
+                layers = min(room // layer_bytes, stop - layer)
+                segments.append(Segment(index, layer, layer + layers, 0, n, fill, layers * layer_bytes))
+                fill, layer = fill + layers * layer_bytes, layer + layers
+                continue
+            taken = min(n - row, room // row_bytes)
+            segments.append(Segment(index, layer, layer + 1, row, row + taken, fill, taken * row_bytes))
+            fill, row = fill + taken * row_bytes, row + taken
+            if row == n:
+                layer, row = layer + 1, 0
+    if segments:
+        chunks.append(Chunk(len(chunks), fill, tuple(segments)))
+    return tuple(chunks)
+
+
+class Buffers(tuple[Any, ...]):
+    """A rank's buffers as the kernels take them; made once (``Buffers(map(as_buffer, ...))``), used by every Side."""
+
+    __slots__ = ()
 
 
 class Side:
@@ -248,27 +290,38 @@ class Side:
         if len(buffers) != len(rank.regions):
             raise MisuseError(f"rank {rank.rank} has {len(rank.regions)} regions, got {len(buffers)} buffers")
         self.rank = rank
-        self.buffers = tuple(as_buffer(b) for b in buffers)
+        self.buffers = buffers if isinstance(buffers, Buffers) else Buffers(map(as_buffer, buffers))
         self.tables: dict[str, Offsets] = {name: np.asarray(table, dtype=np.int64) for name, table in tables.items()}
 
-    def row_offsets(self, holding: Holding, rows: Offsets) -> Offsets:
+    def row_offsets(self, holding: Holding, rows: Offsets, *, page_by_page: bool = False) -> Offsets:
         """Byte offset of each row from ``holding``'s layer offset; checks the page table.
+
+        Args:
+            page_by_page: the rows are one of each page, in order, and all but the first begin theirs: a short cut.
 
         Raises:
             MisuseError: the table is missing or too short, or an entry is outside the region's pages.
         """
-        own, page_rows = holding.tokens, holding.page_rows
+        own, table = holding.tokens, self._table(holding)
         local = rows if own.size == 1 else _local_rows(rows, own)
-        pages = local // page_rows
-        where = f"rank {self.rank.rank}: page table {holding.table!r}"
-        table = self._table(holding)
-        if len(pages) and int(pages[-1]) >= len(table):
-            raise MisuseError(f"{where} has {len(table)} pages, row {int(rows[-1])} needs page {int(pages[-1])}")
+        if page_by_page and (first := int(local[0])) // holding.page_rows + len(rows) <= len(table):
+            page = first // holding.page_rows
+            numbers = table[page : page + len(rows)]
+            if _LARGEST(numbers.view(np.uint64)) < holding.pages:
+                offsets: Offsets = numbers * holding.page_stride
+                offsets[0] += (first - page * holding.page_rows) * holding.row_stride
+                return offsets
+        pages = local // holding.page_rows
+        if len(pages) and pages[-1] >= len(table):
+            what = f"has {len(table)} pages, row {int(rows[-1])} needs page {int(pages[-1])}"
+            raise MisuseError(f"rank {self.rank.rank}: page table {holding.table!r} {what}")
         numbers = table[pages]
-        if len(numbers) and int(numbers.view(np.uint64).max()) >= holding.pages:  # -1 is a large number, too
+        if len(numbers) and _LARGEST(numbers.view(np.uint64)) >= holding.pages:  # -1 is a large number, too
             at = int(pages[int(np.argmax(numbers.view(np.uint64) >= holding.pages))])
-            raise MisuseError(f"{where} entry {at} is {int(table[at])}, outside [0, {holding.pages})")
-        offsets: Offsets = numbers * holding.page_stride + (local - pages * page_rows) * holding.row_stride
+            what = f"entry {at} is {int(table[at])}, outside [0, {holding.pages})"
+            raise MisuseError(f"rank {self.rank.rank}: page table {holding.table!r} {what}")
+        offsets = numbers * holding.page_stride
+        offsets += (local - pages * holding.page_rows) * holding.row_stride
         return offsets
 
     def _table(self, holding: Holding) -> Offsets:
@@ -325,14 +378,21 @@ class Side:
             )
 
 
-def pack(program: EdgeProgram, segment: Segment, source: Side, out: Any, *, kernel: str = "auto") -> None:
-    """Gather a segment from the source's pages into ``out`` (exactly ``segment.nbytes`` bytes)."""
-    _gather(program, segment, source, out, kernel, of_target=False)
+def pack(
+    program: EdgeProgram, segment: Segment, source: Side, out: Any, *, kernel: str = "auto", seed: int | None = None
+) -> bytes | None:
+    """Gather a segment from the source's pages into ``out`` (exactly ``segment.nbytes`` bytes).
+
+    Args:
+        seed: of the digest of what then lies in ``out``, or None for no digest.
+    """
+    found = _gather(program, segment, source, out, kernel, seed, of_target=False)
+    return found if seed is None or found else xxhash.xxh3_128_digest(as_host(out).data, seed)
 
 
 def read_back(program: EdgeProgram, segment: Segment, target: Side, out: Any, *, kernel: str = "auto") -> None:
     """Gather a segment from the target's pages, in the target's dtype, as ``pack`` does from the source's."""
-    _gather(program, segment, target, out, kernel, of_target=True)
+    _gather(program, segment, target, out, kernel, None, of_target=True)
 
 
 def unpack(
@@ -392,12 +452,14 @@ def _run(copier: RowCopy, parts: Sequence[Part], kernel: str, seed: int | None) 
     return found
 
 
-def _gather(program: EdgeProgram, segment: Segment, side: Side, out: Any, kernel: str, *, of_target: bool) -> None:
+def _gather(
+    program: EdgeProgram, segment: Segment, side: Side, out: Any, kernel: str, seed: int | None, *, of_target: bool
+) -> bytes | None:
     item = program.items[segment.item]
     holding = side.rank.holdings[item.target_holding if of_target else item.source_holding]
     copier = program.copier(segment, side, None, of_target=of_target)
     out, places = as_buffer(out), _places(program, segment, side, holding)
-    copier.copy(kernel, [Part(out, i * copier.nbytes, *place) for i, place in enumerate(places)])
+    return _run(copier, [Part(out, i * copier.nbytes, *place) for i, place in enumerate(places)], kernel, seed)
 
 
 def _places(program: EdgeProgram, segment: Segment, side: Side, holding: Holding) -> list[tuple[Any, int]]:
@@ -447,33 +509,46 @@ class _Pieces(NamedTuple):
         starts = np.maximum(self.starts[first:last], start)
         ahead = starts - self.starts[first:last]
         sides = tuple(o[first:last] + ahead * stride for o, stride in zip(self.sides, row_strides, strict=True))
-        return _Pieces(starts, np.diff(starts, append=stop), sides)
+        return _Pieces(starts, _gaps(starts, stop), sides)
 
 
 def _find_pieces(rows: Offsets, ends: Sequence[tuple[Side, Holding]]) -> _Pieces:
     """Cut rows where a page ends on a side, and merge again where the next page follows on all sides."""
-    starts = _piece_starts(rows, [h for _, h in ends])
-    counts = np.diff(starts, append=len(rows))
-    sides = [side.row_offsets(holding, rows[starts]) for side, holding in ends]
-    breaks = np.zeros(max(0, len(starts) - 1), bool)
+    step = _even_rows(rows, [h for _, h in ends])
+    starts = _piece_starts(rows, step)
+    counts, firsts = _gaps(starts, len(rows)), rows[starts]
+    sides = [side.row_offsets(h, firsts, page_by_page=1 < step == h.page_rows) for side, h in ends]
+    follows = None
     for offsets, (_, holding) in zip(sides, ends, strict=True):
-        breaks |= offsets[1:] != offsets[:-1] + counts[:-1] * holding.row_stride
-    if not breaks.all():
-        keep = np.concatenate(([0], np.flatnonzero(breaks) + 1))
+        touching = offsets[1:] == (offsets + counts * holding.row_stride)[:-1]
+        follows = touching if follows is None else follows & touching
+    if follows is not None and np.logical_or.reduce(follows):
+        keep = np.concatenate(([0], np.flatnonzero(~follows) + 1))
         starts, sides = starts[keep], [offsets[keep] for offsets in sides]
-        counts = np.diff(starts, append=len(rows))
+        counts = _gaps(starts, len(rows))
     return _Pieces(starts, counts, tuple(sides))
 
 
-def _piece_starts(rows: Offsets, holdings: Sequence[Holding]) -> Offsets:
-    """Index of the first row of each stretch that stays in one page of every holding."""
-    step = math.gcd(*(h.page_rows for h in holdings))
+def _gaps(starts: Offsets, stop: int) -> Offsets:
+    """From each start to the next, and from the last to ``stop``."""
+    gaps = np.empty_like(starts)
+    np.subtract(starts[1:], starts[:-1], out=gaps[:-1])
+    gaps[-1] = stop - starts[-1]
+    return gaps
+
+
+def _even_rows(rows: Offsets, holdings: Sequence[Holding]) -> int:
+    """Rows that every page holds whole numbers of, or 1 where rows are not simply one after the other."""
     alone = all(h.tokens.size == 1 for h in holdings) and int(rows[-1]) - int(rows[0]) == len(rows) - 1
-    if step == 1 or not alone:
-        return np.arange(len(rows), dtype=np.int64)
+    return math.gcd(*[h.page_rows for h in holdings]) if alone else 1
+
+
+def _piece_starts(rows: Offsets, step: int) -> Offsets:
+    """Index of the first row of each stretch between multiples of ``step``."""
     head = -int(rows[0]) % step
-    starts = np.arange(head, len(rows), step, dtype=np.int64)
-    return starts if head == 0 else np.concatenate((np.zeros(1, np.int64), starts))
+    starts = np.arange(head - step if head else 0, len(rows), step, dtype=np.int64)
+    starts[0] = 0
+    return starts
 
 
 def _local_rows(rows: Offsets, own: TokenOwnership) -> Offsets:

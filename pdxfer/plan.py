@@ -192,7 +192,8 @@ def _classes(name: str, layout: Layout, *, by_host: bool, split: bool = False) -
             if h.component == name:
                 apart = rank.rank if split else rank.host if by_host else 0
                 groups[(h.layers, h.box, h.tokens, apart)].append((rank.rank, index))
-    return [_Class(key[0], key[1], key[2], tuple(members), frozenset(key[0])) for key, members in groups.items()]
+    layer_sets = {key[0]: frozenset(key[0]) for key in groups}
+    return [_Class(*key[:3], tuple(members), layer_sets[key[0]]) for key, members in groups.items()]
 
 
 def _check_complete(component: Component, takers: Sequence[_Class]) -> None:
@@ -211,7 +212,14 @@ def _check_complete(component: Component, takers: Sequence[_Class]) -> None:
 
 def _by_layer_sources(taker: _Class, givers: Sequence[_Class]) -> Iterator[tuple[tuple[int, ...], list[_Class]]]:
     """Cut the taker's layers into groups that the same givers hold."""
-    near = [g for g in givers if not g.layer_set.isdisjoint(taker.layers) and g.box.overlaps(taker.box)]
+    near: list[_Class] = []
+    apart: dict[int, bool] = {}  # by the identity of the givers' layers, which most of them share
+    for g in givers:
+        key = id(g.layer_set)
+        if key not in apart:
+            apart[key] = g.layer_set.isdisjoint(taker.layers)
+        if not apart[key] and g.box.overlaps(taker.box):
+            near.append(g)
     if all(g.layers == taker.layers for g in near):
         yield taker.layers, near
         return
@@ -225,6 +233,9 @@ def _by_layer_sources(taker: _Class, givers: Sequence[_Class]) -> Iterator[tuple
 def _cells(whole: Box, boxes: Iterable[Box]) -> Iterator[Box]:
     """Cut ``whole`` at every edge of ``boxes``: each cell lies wholly in or wholly out of each of them."""
     boxes = list(boxes)
+    if all(box.contains(whole) for box in boxes):
+        yield whole
+        return
     spans: list[list[tuple[int, int]]] = []
     for axis, (start, stop) in enumerate(zip(whole.starts, whole.stops, strict=True)):
         edges = {start, stop} | {e for b in boxes for e in (b.starts[axis], b.stops[axis]) if start < e < stop}
@@ -319,7 +330,8 @@ def prove(plan: Plan) -> None:
         InternalError: the plan is wrong; names component, rank and interval. Never a reason to go on.
     """
     by_holding: dict[tuple[int, int], list[CopyItem]] = defaultdict(list)
-    received = {(item.target, *_what(item)) for item in plan.items if not item.relay}
+    relayed = {item.component for item in plan.items if item.relay}
+    received = {(i.target, *_what(i)) for i in plan.items if not i.relay and i.component in relayed}
     for item in plan.items:
         _prove_ends(plan, item)
         if item.relay and (item.source, *_what(item)) not in received:
@@ -336,11 +348,15 @@ def _what(item: CopyItem) -> tuple[object, ...]:
     return item.component, item.layers, item.box, item.source_tokens, item.stripe, item.stripes
 
 
+def _within(item: CopyItem, holding: Holding) -> bool:
+    return item.layers == holding.layers or set(item.layers) <= set(holding.layers)
+
+
 def _prove_ends(plan: Plan, item: CopyItem) -> None:
     """Both ends hold what the item says they hold, in the rows and dtypes that it says."""
     have = (plan.target if item.relay else plan.source).ranks[item.source].holdings[item.source_holding]
     want = plan.target.ranks[item.target].holdings[item.target_holding]
-    if have.component != item.component or not have.box.contains(item.box) or not set(item.layers) <= set(have.layers):
+    if have.component != item.component or not have.box.contains(item.box) or not _within(item, have):
         raise InternalError(
             f"{item.component}: source rank {item.source} does not hold {item.box} of layers {item.layers}"
         )
@@ -358,12 +374,15 @@ def _prove_ends(plan: Plan, item: CopyItem) -> None:
 
 def _prove_holding(rank: int, holding: Holding, items: list[CopyItem]) -> None:
     where = f"target rank {rank}, {holding.component}"
-    groups: dict[tuple[int, ...], int] = {}
-    held = [frozenset(item.layers) for item in items]
-    for layer in holding.layers:
-        groups.setdefault(tuple(i for i, layers in enumerate(held) if layer in layers), layer)
-    if any(set(item.layers) - set(holding.layers) for item in items):
+    if not all(_within(item, holding) for item in items):
         raise InternalError(f"{where}: an item writes layers that the rank does not hold")
+    groups: dict[tuple[int, ...], int] = {}
+    if all(item.layers == holding.layers for item in items):
+        groups[tuple(range(len(items)))] = holding.layers[0]
+    else:
+        held = [frozenset(item.layers) for item in items]
+        for layer in holding.layers:
+            groups.setdefault(tuple(i for i, layers in enumerate(held) if layer in layers), layer)
     for who, layer in groups.items():
         boxes: dict[Box, list[CopyItem]] = defaultdict(list)
         for i in who:

@@ -15,7 +15,7 @@ from pdxfer.builders import PLACEMENTS, Parallel, Storage, build_layout, unify_p
 from pdxfer.errors import MisuseError
 from pdxfer.layout import Box, Holding, Layout, RankLayout, RegionShape, TokenOwnership, boxes_cover
 from pdxfer.models import load_config, spec_from_config
-from pdxfer.spec import Growth, Ownership, Rule
+from pdxfer.spec import Growth, Ownership, Rule, canonical_digest
 from pdxfer.testing.strategies import Case, cases, preset_spec
 
 SPEC = preset_spec("qwen3-next-80b-a3b")
@@ -53,6 +53,10 @@ def test_the_digest_does_not_change_between_versions():
     assert build_layout(SPEC, Parallel(tp=2), Storage()).digest == build_layout(SPEC, Parallel(tp=2), Storage()).digest
     tiny = Layout(spec=SPEC, ranks=(RankLayout(rank=0, regions=(), holdings=()),))
     assert tiny.digest == DIGEST_OF_TINY
+    for placement in PLACEMENTS:
+        layout = build_layout(SPEC, Parallel(tp=2), Storage(), placement)
+        assert layout.to_bytes() == json.dumps(layout.to_json(), sort_keys=True, separators=(",", ":")).encode()
+        assert layout.digest == canonical_digest(layout.to_json())
 
 
 DIGEST_OF_TINY = "cedbdbd3aafccf4a719a575ec7d331f1"

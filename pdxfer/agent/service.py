@@ -29,7 +29,8 @@ from pdxfer.agent.peers import Layouts, Peers
 from pdxfer.agent.source import OnEnd, Source
 from pdxfer.control import ControlServer
 from pdxfer.driver import serve_channel
-from pdxfer.errors import DeadlineError, IncompatibleError, MisuseError, StaleError, TransportError
+from pdxfer.errors import DeadlineError, IncompatibleError, MisuseError, PdxferError, StaleError, TransportError
+from pdxfer.kernels import as_buffer
 from pdxfer.layout import Layout, RankLayout
 from pdxfer.messages import (
     PROTOCOL_VERSION,
@@ -44,7 +45,7 @@ from pdxfer.messages import (
     Renew,
     Renewed,
 )
-from pdxfer.packing import RequestShape, Side
+from pdxfer.packing import Buffers, RequestShape, Side
 from pdxfer.ticket import Ticket
 from pdxfer.transfer import Ledger
 from pdxfer.transport import WINDOW_MESSAGES, Listener, Region, Transport, create_transport
@@ -114,7 +115,7 @@ class Memory:
         exporter = next((t for t in transports.values() if t.can_export), None)
         shared = [_as_region(r, s.name, exporter) for r, s in zip(regions, self.rank.regions, strict=True)]
         self.regions = {i: region for i, region in enumerate(shared) if isinstance(region, Region)}
-        self.buffers = [r.view if isinstance(r, Region) else r for r in shared]
+        self.buffers = Buffers(as_buffer(r.view if isinstance(r, Region) else r) for r in shared)
         self._pools = self.rank.pools()
         self.ledger = Ledger({pool: self.rank.tables()[table].pages for table, pool in self._pools.items()})
         self._arenas: dict[str, Arena] = {}
@@ -307,7 +308,11 @@ class Agent(ControlHandler):
         with self._lock:
             if self._stop.is_set():
                 raise MisuseError("the agent is closed")
-            fetch = Fetch(self, parsed, tables, first_token=first_token, timeout_s=timeout_s)
+            try:
+                fetch = Fetch(self, parsed, tables, first_token=first_token, timeout_s=timeout_s)
+            except PdxferError as error:
+                self.source.refuse_relay(parsed.transfer, error.message)
+                raise
             self._fetches = [*(f for f in self._fetches if not f.done), fetch]
             fetch.start()
         return fetch

@@ -29,6 +29,7 @@
 #define LINE_BYTES 64
 #define PREFETCH_ITEMS 4 /* how far ahead, and how much of each item: measured best from 256 B to 4 KiB runs */
 #define PREFETCH_BYTES 1024
+#define PAST_CACHES_BYTES (1 << 20) /* from here on a copy without a digest leaves the caches to others */
 #define PIECE_BYTES 8192 /* copied, then read back for the digest while it is in L1; 4 to 16 KiB measured alike */
 
 typedef struct {
@@ -650,15 +651,37 @@ static void walk_and_digest(const Part *parts, Py_ssize_t count, Xxh3 *state) {
     }
 }
 
-static void copy_all(const Part *parts, Py_ssize_t count) {
+static void copy_plainly(char *target, const char *source, int64_t nbytes) { memcpy(target, source, (size_t)nbytes); }
+
+/* Copy past the caches, which ``nbytes`` would not fit into anyhow: the target's lines need not be read first, which
+ * leaves two thirds of the memory traffic. */
+static void copy_past_caches(char *target, const char *source, int64_t nbytes) {
+#ifdef __SSE2__
+    int64_t whole = (uintptr_t)target % 16 == 0 ? nbytes / 64 * 64 : 0;
+    for (int64_t i = 0; i < whole; i += 64) {
+        for (int k = 0; k < 64; k += 16) {
+            _mm_stream_si128((__m128i *)(target + i + k), _mm_loadu_si128((const __m128i *)(source + i + k)));
+        }
+    }
+    memcpy(target + whole, source + whole, (size_t)(nbytes - whole));
+#else
+    memcpy(target, source, (size_t)nbytes);
+#endif
+}
+
+static void copy_all(const Part *parts, Py_ssize_t count, int64_t total) {
+    void (*copy)(char *, const char *, int64_t) = total >= PAST_CACHES_BYTES ? copy_past_caches : copy_plainly;
     for (Py_ssize_t p = 0; p < count; p++) {
         const Part *part = &parts[p];
         char *target = (char *)part->target.buf + part->target_base;
         const char *source = (const char *)part->source.buf + part->source_base;
         for (Py_ssize_t i = 0; i < part->ints[1].count; i++) {
-            memcpy(target + part->ints[0].values[i], source + part->ints[1].values[i], (size_t)part->ints[2].values[i]);
+            copy(target + part->ints[0].values[i], source + part->ints[1].values[i], part->ints[2].values[i]);
         }
     }
+#ifdef __SSE2__
+    _mm_sfence();
+#endif
 }
 
 /* Read a seed, or None: 1 when there is one, 0 when not, -1 on error. */
@@ -704,7 +727,7 @@ static PyObject *run_parts(PyObject *args, PyObject *kwargs, int writes) {
             walk_and_digest(parts, count, &state);
             xxh3_end(&state, digest);
         } else {
-            copy_all(parts, count);
+            copy_all(parts, count, total);
         }
         Py_END_ALLOW_THREADS
         answer = digests ? PyBytes_FromStringAndSize((const char *)digest, 16) : Py_NewRef(Py_None);

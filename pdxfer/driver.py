@@ -138,6 +138,9 @@ class EdgeReader:
         """
         self._send(wire.Hello(self.session, self.digests))
         source = self._import() if self.mode is Mode.DIRECT else None
+        if source is not None:
+            with self.stats.stage("plan"):
+                packing.prepare(self.program, source, self.target)
         intake = Intake(len(self.program.chunks), self.window)
         ahead: dict[int, list[bytes | None]] = {}
         while not intake.complete:

@@ -33,6 +33,7 @@ except ImportError:  # built without a compiler: slower, not wrong
 
 __all__ = [
     "KERNELS",
+    "BoundCopy",
     "Bytes",
     "End",
     "Offsets",
@@ -49,6 +50,7 @@ Offsets = npt.NDArray[np.int64]
 
 _LISTED_RUN_BYTES = 256  # below, a list of runs costs too much beside the bytes; boxes are walked instead
 _SHORT_DIGEST_BYTES = 240  # the native digest is for more than that
+_BY_NATIVE = ("auto", "native")
 _BLOCK_BYTES = 256 << 10  # what is gathered at a time for a digest: it should still be in cache
 
 
@@ -106,30 +108,30 @@ class RowCopy:
         self._ordered = _merge(shape, to.strides, source.strides, itemsize, True)
         self._lists: dict[_Pattern, tuple[Offsets, Offsets, Offsets]] = {}
 
-    def copy(self, kernel: str, parts: Sequence[Part]) -> None:
-        """Copy all rows of every part. ``kernel``: a name of KERNELS, or "auto"."""
-        names = [_choose(kernel, part) for part in parts]
-        if self._listed(self._pattern) and all(name == "native" for name in names):
-            to, at, lengths = self._runs(self._pattern)
-            _native.copy_parts([(p.target, p.target_base, to, p.source, p.source_base, at, lengths) for p in parts])
-            return
-        for name, part in zip(names, parts, strict=True):
-            if name == "runs":
-                self._read(part)
-            else:
-                self._boxes(name, part)
+    def bind(self, parts: Sequence[Part]) -> BoundCopy:
+        """The copy of these parts, ready to run."""
+        return BoundCopy(self, parts, self._native(parts, self._pattern), self._native(parts, self._ordered))
 
-    def copy_and_digest(self, kernel: str, parts: Sequence[Part], seed: int) -> bytes | None:
-        """Copy, and return the digest of what then lies in the targets; None, and nothing done, if it can't do both."""
-        if not self._digestible(kernel, parts, self._ordered):
+    def _native(self, parts: Sequence[Part], pattern: _Pattern) -> list[Any] | None:
+        """What the native kernel takes for all parts at once, or None where it can't."""
+        if _native is None or not self._listed(pattern):
             return None
-        to, at, lengths = self._runs(self._ordered)
-        found = [(p.target, p.target_base, to, p.source, p.source_base, at, lengths) for p in parts]
-        return _native.copy_parts(found, seed)
+        if not all(isinstance(p.target, np.ndarray) and isinstance(p.source, np.ndarray) for p in parts):
+            return None
+        to, at, lengths = self._runs(pattern)
+        return [(p.target, p.target_base, to, p.source, p.source_base, at, lengths) for p in parts]
+
+    def copy_slowly(self, kernel: str, part: Part) -> None:
+        """Copy one part by any kernel, box by box or through a reader. ``kernel``: a name of KERNELS, or "auto"."""
+        name = _choose(kernel, part)
+        if name == "runs":
+            self._read(part)
+        else:
+            self._boxes(name, part)
 
     def digest_source(self, kernel: str, parts: Sequence[Part], seed: int) -> bytes:
         """Digest of the sources alone, as if they were copied to a packed target; the parts' targets are not used."""
-        if self._digestible(kernel, parts, self._ordered):
+        if self._digestible(kernel, parts):
             _, at, lengths = self._runs(self._ordered)
             return _native.digest_parts([(p.source, p.source_base, at, lengths) for p in parts], seed)
         state = xxhash.xxh3_128(seed=seed)
@@ -137,14 +139,14 @@ class RowCopy:
         for part in parts:
             for block in self._blocks(max(1, _BLOCK_BYTES // row_bytes)):
                 scratch = np.empty(block.nbytes, np.uint8)
-                block.copy(kernel, [Part(scratch, 0, part.source, part.source_base)])
+                block.bind([Part(scratch, 0, part.source, part.source_base)]).copy(kernel)
                 state.update(scratch.data)
         return state.digest()
 
-    def _digestible(self, kernel: str, parts: Sequence[Part], pattern: _Pattern) -> bool:
-        sides = [side for p in parts for side in (p.target, p.source) if side is not None]
-        able = kernel in ("auto", "native") and _native is not None and self._listed(pattern)
-        return able and self.nbytes * len(parts) > _SHORT_DIGEST_BYTES and all(isinstance(s, np.ndarray) for s in sides)
+    def _digestible(self, kernel: str, parts: Sequence[Part]) -> bool:
+        able = kernel in _BY_NATIVE and _native is not None and self._listed(self._ordered)
+        long = self.nbytes * len(parts) > _SHORT_DIGEST_BYTES
+        return able and long and all(isinstance(p.source, np.ndarray) for p in parts)
 
     def _blocks(self, rows: int) -> list[RowCopy]:
         """The same copy, at most ``rows`` rows at a time, each to the start of a packed target."""
@@ -186,6 +188,32 @@ class RowCopy:
         rows = self._counts, self._to.row_stride, self._from.row_stride
         box = pattern.shape, pattern.to_strides, pattern.from_strides, pattern.run
         KERNELS[name](part.target, part.source, to, at, *rows, *box)
+
+
+class BoundCopy:
+    """A copy with its buffers, made before bytes move: afterwards they fill the caches, and Python is slow."""
+
+    __slots__ = ("_ordered", "_parts", "_plain", "_rows")
+
+    def __init__(
+        self, rows: RowCopy, parts: Sequence[Part], plain: list[Any] | None, ordered: list[Any] | None
+    ) -> None:
+        self._rows, self._parts, self._plain, self._ordered = rows, parts, plain, ordered
+
+    def copy(self, kernel: str = "auto") -> None:
+        """Copy all rows of every part. ``kernel``: a name of KERNELS, or "auto"."""
+        if self._plain is not None and kernel in _BY_NATIVE:
+            _native.copy_parts(self._plain)
+            return
+        for part in self._parts:
+            self._rows.copy_slowly(kernel, part)
+
+    def copy_and_digest(self, kernel: str, seed: int) -> bytes | None:
+        """Copy, and return the digest of what then lies in the targets; None, and nothing done, if it can't do both."""
+        long = self._rows.nbytes * len(self._parts) > _SHORT_DIGEST_BYTES
+        if self._ordered is None or kernel not in _BY_NATIVE or not long:
+            return None
+        return _native.copy_parts(self._ordered, seed)
 
 
 @lru_cache(maxsize=4096)

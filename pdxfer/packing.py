@@ -37,6 +37,7 @@ import xxhash
 from pdxfer.errors import MisuseError
 from pdxfer.kernels import (
     KERNELS,
+    BoundCopy,
     Bytes,
     End,
     Offsets,
@@ -63,8 +64,9 @@ __all__ = [
     "native_available",
 ]
 
-#: Part of the protocol: both ends must cut alike. Digests work in pieces of a few KiB, so that only the calls count.
-_SEGMENT_BYTES = 4 << 20
+#: Part of the protocol: both ends must cut alike. As long as chunks let it be: kernels and digests work in pieces of a
+#: few KiB anyhow, and every return to Python costs some 50 us when a copy has swept the caches.
+_SEGMENT_BYTES = 32 << 20
 _LARGEST = np.maximum.reduce
 _TOKENS_MAX = 1 << 48  # far beyond any request, and no byte offset overflows
 
@@ -133,6 +135,7 @@ class EdgeProgram:
         self._rows: dict[object, Offsets] = {}
         self._pieces: dict[object, tuple[_Pieces, object]] = {}  # the object keeps the sides, so their ids stay theirs
         self._copiers: dict[object, tuple[RowCopy, object]] = {}
+        self._bound: dict[object, tuple[BoundCopy, object]] = {}
         self.rows: tuple[Offsets, ...] = tuple(self._item_rows(item) for item in self.items)
         sizes = tuple(
             (len(item.layers), len(rows), self.row_bytes(item))
@@ -168,7 +171,7 @@ class EdgeProgram:
 
     def forget(self) -> None:
         """Drop what was worked out from page tables; it is worked out again where it is needed."""
-        self._pieces, self._copiers = {}, {}
+        self._pieces, self._copiers, self._bound = {}, {}, {}
 
     def copier(self, segment: Segment, source: Side | None, target: Side | None, *, of_target: bool = False) -> RowCopy:
         """The copy of a segment's rows, the same for each of its layers; a side of None is packed bytes.
@@ -189,6 +192,20 @@ class EdgeProgram:
             at, to = found[0] if source is not None else packed, found[-1] if target is not None else packed
             copier = RowCopy(shape, holding.itemsize, to, at, pieces.counts)
             known = self._copiers[key] = copier, (source, target)
+        return known[0]
+
+    def bound(self, segment: Segment, source: Side, target: Side) -> BoundCopy:
+        """The direct copy of a segment, ready to run; raises MisuseError for an item that converts."""
+        key = (segment, id(source), id(target))
+        known = self._bound.get(key)
+        if known is None:
+            item = self.items[segment.item]
+            if item.converts:
+                raise MisuseError(f"{item.component}: a dtype conversion can't be done by a direct copy")
+            have, want = source.rank.holdings[item.source_holding], target.rank.holdings[item.target_holding]
+            pairs = zip(_places(self, segment, target, want), _places(self, segment, source, have), strict=True)
+            bound = self.copier(segment, source, target).bind([Part(*to, *at) for to, at in pairs])
+            known = self._bound[key] = bound, (source, target)
         return known[0]
 
     def _ends(
@@ -409,7 +426,8 @@ def unpack(
     copier = program.copier(segment, None, target)
     step = (segment.row_stop - segment.row_start) * _packed_strides(item.box.shape, want.itemsize)[0]
     places = _places(program, segment, target, want)
-    return _run(copier, [Part(*place, data, i * step) for i, place in enumerate(places)], kernel, seed) or (
+    bound = copier.bind([Part(*place, data, i * step) for i, place in enumerate(places)])
+    return _run(bound, kernel, seed) or (
         None if seed is None else digest(program, segment, target, seed, of_target=True, kernel=kernel)
     )
 
@@ -422,15 +440,20 @@ def direct(
     Args:
         seed: of the digest of what then lies in the target's pages, or None for no digest.
     """
-    item = program.items[segment.item]
-    if item.converts:
-        raise MisuseError(f"{item.component}: a dtype conversion can't be done by a direct copy")
-    have, want = source.rank.holdings[item.source_holding], target.rank.holdings[item.target_holding]
-    copier = program.copier(segment, source, target)
-    pairs = zip(_places(program, segment, target, want), _places(program, segment, source, have), strict=True)
-    return _run(copier, [Part(*to, *at) for to, at in pairs], kernel, seed) or (
+    return _run(program.bound(segment, source, target), kernel, seed) or (
         None if seed is None else digest(program, segment, target, seed, of_target=True, kernel=kernel)
     )
+
+
+def prepare(program: EdgeProgram, source: Side, target: Side) -> None:
+    """Do the thinking of all ``direct`` copies of a program before the first byte moves.
+
+    Raises:
+        MisuseError: a page table is wrong, or an item converts its dtype.
+    """
+    for chunk in program.chunks:
+        for segment in chunk.segments:
+            program.bound(segment, source, target)
 
 
 def digest(
@@ -444,11 +467,11 @@ def digest(
     return copier.digest_source(kernel, parts, seed)
 
 
-def _run(copier: RowCopy, parts: Sequence[Part], kernel: str, seed: int | None) -> bytes | None:
+def _run(bound: BoundCopy, kernel: str, seed: int | None) -> bytes | None:
     """Copy; returns the digest where it came with the copy."""
-    found = None if seed is None else copier.copy_and_digest(kernel, parts, seed)
+    found = None if seed is None else bound.copy_and_digest(kernel, seed)
     if found is None:
-        copier.copy(kernel, parts)
+        bound.copy(kernel)
     return found
 
 
@@ -459,7 +482,8 @@ def _gather(
     holding = side.rank.holdings[item.target_holding if of_target else item.source_holding]
     copier = program.copier(segment, side, None, of_target=of_target)
     out, places = as_buffer(out), _places(program, segment, side, holding)
-    return _run(copier, [Part(out, i * copier.nbytes, *place) for i, place in enumerate(places)], kernel, seed)
+    bound = copier.bind([Part(out, i * copier.nbytes, *place) for i, place in enumerate(places)])
+    return _run(bound, kernel, seed)
 
 
 def _places(program: EdgeProgram, segment: Segment, side: Side, holding: Holding) -> list[tuple[Any, int]]:

@@ -80,7 +80,8 @@ def test_a_digest_sees_one_changed_bit() -> None:
     end = kernels.End(at, row, (2,))
     copy = kernels.RowCopy((row // 2,), 2, end, end, np.ones(rows, np.int64))
     part = kernels.Part(target, 0, source, 0)
-    good = copy.copy_and_digest("auto", [part], 5) or copy.digest_source("auto", [part], 5)
+    bound = copy.bind([part])
+    good = bound.copy_and_digest("auto", 5) or copy.digest_source("auto", [part], 5)
     back = kernels.Part(None, 0, target, 0)
     for byte in (0, rows * row - 1, 12345):
         target[byte] ^= 16

@@ -1,0 +1,141 @@
+"""Measure: clocks, statistics, interleaved repeats, and the facts of this machine.
+
+In come functions to call; out come seconds and ratios. It knows nothing of what is measured.
+
+A shared machine gets slower and faster by itself. So no time stands alone: every repeat of a job is preceded by its
+ceiling, the ratio is taken between neighbours, and the median of the ratios is reported with its spread::
+
+    repeat 1   ceiling, job A, ceiling, job B, ...
+    repeat 2   ceiling, job A, ceiling, job B, ...
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import Any
+
+from pdxfer.kernels import native_available
+
+__all__ = ["SCHEMA_VERSION", "Ratio", "Samples", "Tick", "against", "contiguous_copy", "machine", "quantile", "repeat"]
+
+SCHEMA_VERSION = 1
+#: Called with a label before each step, to show progress.
+Tick = Callable[[str], None]
+
+
+def quantile(values: Sequence[float], q: float) -> float:
+    """The ``q`` quantile (0 to 1), between neighbours by weight; raises on no values."""
+    ordered = sorted(values)
+    at = q * (len(ordered) - 1)
+    low = int(at)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
+
+
+@dataclass(slots=True)
+class Samples:
+    """Seconds of one job, wall clock and this thread's processor time."""
+
+    wall_s: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
+
+    def time(self, job: Callable[[], object]) -> None:
+        """Run ``job`` once and add what it took."""
+        wall, cpu = time.perf_counter(), time.thread_time()
+        job()
+        self.cpu_s.append(time.thread_time() - cpu)
+        self.wall_s.append(time.perf_counter() - wall)
+
+    def to_json(self, unit_s: float = 1e-3, suffix: str = "ms") -> dict[str, float]:
+        """Smallest, p50, p90 and p99 of the wall clock, and the median of processor time."""
+        return {
+            f"min_{suffix}": min(self.wall_s) / unit_s,
+            f"p50_{suffix}": quantile(self.wall_s, 0.5) / unit_s,
+            f"p90_{suffix}": quantile(self.wall_s, 0.9) / unit_s,
+            f"p99_{suffix}": quantile(self.wall_s, 0.99) / unit_s,
+            f"cpu_p50_{suffix}": quantile(self.cpu_s, 0.5) / unit_s,
+        }
+
+
+@dataclass(slots=True)
+class Ratio:
+    """A job's speed over its ceiling's, repeat by repeat."""
+
+    job: Samples = field(default_factory=Samples)
+    ceiling: Samples = field(default_factory=Samples)
+
+    def to_json(self) -> dict[str, float]:
+        """Median, p10 and p90 of the wall-clock ratios; the median of processor-time ratios."""
+        wall = [c / j for c, j in zip(self.ceiling.wall_s, self.job.wall_s, strict=True)]
+        cpu = [c / max(j, 1e-9) for c, j in zip(self.ceiling.cpu_s, self.job.cpu_s, strict=True)]
+        return {
+            "ratio": statistics.median(wall),
+            "ratio_p10": quantile(wall, 0.1),
+            "ratio_p90": quantile(wall, 0.9),
+            "ratio_cpu": statistics.median(cpu),
+        }
+
+
+def repeat(job: Callable[[], object], repeats: int, *, warmup: int = 1) -> Samples:
+    """Run a job ``warmup`` times for nothing and ``repeats`` times for its time."""
+    for _ in range(warmup):
+        job()
+    samples = Samples()
+    for _ in range(repeats):
+        samples.time(job)
+    return samples
+
+
+def against(
+    ceiling: Callable[[], object], jobs: Mapping[str, Callable[[], object]], repeats: int, tick: Tick
+) -> dict[str, Ratio]:
+    """Run each job ``repeats`` times, its ceiling right before each; the first round is for nothing."""
+    found = {name: Ratio() for name in jobs}
+    for number in range(repeats + 1):
+        for name, job in jobs.items():
+            ratio = found[name] if number else Ratio()
+            ratio.ceiling.time(ceiling)
+            ratio.job.time(job)
+            tick(name)
+    return found
+
+
+def contiguous_copy(nbytes: int, repeats: int) -> Samples:
+    """One memcpy of ``nbytes`` between two buffers, both touched before."""
+    import numpy as np
+
+    source, target = np.ones(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
+    return repeat(lambda: np.copyto(target, source), repeats)
+
+
+def machine() -> dict[str, Any]:
+    """What ran this: processor, memory, versions, and how busy the machine was."""
+    versions = {"python": platform.python_version()}
+    for name in ("pdxfer", "numpy", "xxhash", "grpcio", "torch"):
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "load_average": list(os.getloadavg()),
+        "copy_kernel": "native" if native_available() else "numpy",
+        "versions": versions,
+    }
+
+
+def _cpu_model() -> str:
+    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
+        for line in file:
+            name, _, value = line.partition(":")
+            if name.strip() in ("model name", "Model", "cpu model"):
+                return value.strip()
+    return platform.processor() or "unknown"

@@ -234,7 +234,7 @@ class Tap:
 
 
 class Gate(Tap):
-    """Stops a channel at one data frame, so that a test can act in the middle of a transfer.
+    """Stops every channel at one data frame, so that a test can act in the middle of a transfer.
 
     Args:
         on: ``receive`` (a target that has got the chunk and not yet looked at it) or ``send`` (a source that has
@@ -244,17 +244,23 @@ class Gate(Tap):
 
     def __init__(self, on: str, chunk: int = 0) -> None:
         self.on, self.chunk = on, chunk
-        self.reached, self.opened = threading.Event(), threading.Event()
+        self.opened = threading.Event()
+        self._arrived = threading.Semaphore(0)
 
     def open(self) -> None:
         """Let it, and all that follow, go on."""
         self.opened.set()
 
+    def wait(self, channels: int = 1) -> None:
+        """Wait until so many channels stand before it."""
+        for _ in range(channels):
+            assert self._arrived.acquire(timeout=60.0), "the gate was not reached"
+
     @contextmanager
     def closed(self) -> Iterator[None]:
         """Wait until it is reached; open it at the end."""
         try:
-            assert self.reached.wait(60.0), "the gate was never reached"
+            self.wait()
             yield
         finally:
             self.open()
@@ -275,7 +281,7 @@ class Gate(Tap):
             return
         frame = wire.decode(header)
         if isinstance(frame, wire.Data) and frame.chunk == self.chunk:
-            self.reached.set()
+            self._arrived.release()
             if not self.opened.wait(100.0):
                 raise TransportError("nobody opened the gate")
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -236,12 +237,13 @@ class Fetch:
             except _Again:
                 self._attempt(plan, edge, find(), fresh=True)
         except Exception as error:  # noqa: BLE001 - reported through the cancel flag, which _join raises
+            _clear_frames(error)
             self._cancel.set(error)
 
     def _attempt(self, plan: Plan, edge: Edge, peer: Peer, *, fresh: bool) -> None:
         program, stats = self._program(plan, edge)
         with stats.stage("negotiate"):
-            address, channel = self.agent.peers.lend(peer, self.deadline_s, fresh=fresh)
+            address, channel = self._lend(peer, fresh=fresh)
         try:
             with stats.stage("negotiate"):
                 opened = self._open(peer, plan, edge, program, address)
@@ -260,6 +262,16 @@ class Fetch:
             self._opened.remove((peer, opened))
             self._stats.append(stats)
         self.agent.peers.give_back(peer, address, channel)
+
+    def _lend(self, peer: Peer, *, fresh: bool) -> tuple[str, PeerChannel]:
+        """A channel; when there is none, the peer may have restarted with others, so it is asked once more."""
+        try:
+            return self.agent.peers.lend(peer, self.deadline_s, fresh=fresh)
+        except TransportError as error:
+            self.agent.peers.forget(peer)
+            if fresh:
+                raise
+            raise _Again from error
 
     def _worth_again(self, peer: Peer, edge: Edge, error: BaseException, *, idle: bool) -> bool:
         """Whether what we kept of this peer was out of date: a dead channel, its memory of our layout, its epoch."""
@@ -403,6 +415,13 @@ class Fetch:
 
     def _release(self) -> None:
         self.ledger.fire(self.hold, Event.RELEASE)
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """Drop what the frames of an error hold: a view of a dead peer's memory would keep all of that memory alive."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 class _Again(Exception):  # not an error: what we kept of a peer was out of date

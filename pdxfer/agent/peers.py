@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from pdxfer.control import ControlClient
 from pdxfer.driver import PeerChannel
-from pdxfer.errors import DeadlineError, MisuseError, PeerError, StaleError, TransportError
+from pdxfer.errors import DeadlineError, MisuseError, PdxferError, PeerError, StaleError, TransportError
 from pdxfer.layout import Layout
 from pdxfer.messages import PROTOCOL_VERSION, Describe, Description
 from pdxfer.transport import Transport
@@ -161,7 +161,7 @@ class Peers:
                     return address, idle
                 try:
                     channel = transport.connect(address, timeout_s=min(_CONNECT_S, _time_left(deadline_s)))
-                except (TransportError, DeadlineError) as error:
+                except (TransportError, DeadlineError, MisuseError) as error:
                     failures.append(f"{address}: {error.message}")
                     self.fallbacks[(scheme, error.reason)] += 1
                     _log.warning("transport %s to %s failed, trying the next: %s", scheme, peer.address, error.message)
@@ -180,10 +180,18 @@ class Peers:
             idle = self._idle.get((address, epoch), [])
             while idle:
                 found = idle.pop()
-                if not found.channel.closed:
+                if _alive(found):
                     found.uses += 1
                     return found
         return None
+
+    def sweep(self) -> None:
+        """Close idle channels whose peer has gone: nobody else would look at them before the next transfer."""
+        with self._lock:
+            for key, idle in list(self._idle.items()):
+                self._idle[key] = [channel for channel in idle if _alive(channel)]
+                if not self._idle[key]:
+                    del self._idle[key]
 
     def give_back(self, peer: Peer, address: str, channel: PeerChannel) -> None:
         """Keep a channel whose transfer ended well."""
@@ -204,6 +212,17 @@ class Peers:
             channel.close()
         for client in clients:
             client.close()
+
+
+def _alive(idle: PeerChannel) -> bool:
+    """Whether the other end is there, as far as can be told now; a dead channel is closed."""
+    try:
+        idle.channel.receive(timeout_s=0.0).release()  # an idle channel has nothing to say; a late Fail is dropped
+    except DeadlineError:
+        return True
+    except PdxferError:
+        idle.close()
+    return not idle.channel.closed
 
 
 def _client(address: str) -> ControlClient:

@@ -13,10 +13,9 @@ them all in ``close``. Engines never see a peer, a channel or a plan.
 
 from __future__ import annotations
 
+import itertools
 import os
 import secrets
-import shutil
-import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pdxfer.agent.arena import Arena
+from pdxfer.agent.directory import PrivateDirectory
 from pdxfer.agent.fetch import Fetch, Received
 from pdxfer.agent.peers import Layouts, Peers
 from pdxfer.agent.source import OnEnd, Source
@@ -53,6 +53,7 @@ from pdxfer.transport import WINDOW_MESSAGES, Listener, Region, Transport, creat
 __all__ = ["Agent", "AgentConfig", "Memory"]
 
 _SWEEP_S = 0.05
+_PEERS_EVERY = 10
 _JOIN_S = 10.0
 
 
@@ -165,7 +166,7 @@ class Agent(ControlHandler):
         self._listeners: list[Listener] = []
         self._fetches: list[Fetch] = []
         self._lock = threading.Lock()
-        self._directory = tempfile.mkdtemp(prefix="pdxfer-")
+        self._directory = PrivateDirectory()
         try:
             for scheme in config.transports:
                 self.transports[scheme] = create_transport(scheme, **config.transport_options.get(scheme, {}))
@@ -200,7 +201,7 @@ class Agent(ControlHandler):
             listener = transport.listen()
             self._listeners.append(listener)
             self._spawn(f"accept-{scheme}", self._accept, listener, scheme, source)
-        addresses = self.config.control or (f"unix://{self._directory}/control.sock",)
+        addresses = self.config.control or (f"unix://{self._directory.socket_path}",)
         self._server = ControlServer(self, addresses, allow_remote=self.config.allow_remote)
         self._server.start()
         self._spawn("sweep", self._sweep, source)
@@ -253,7 +254,7 @@ class Agent(ControlHandler):
         self.peers.close()
         for transport in self.transports.values():
             transport.close()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._directory.close()
 
     def __enter__(self) -> Agent:
         return self
@@ -413,8 +414,11 @@ class Agent(ControlHandler):
             self._spawn(f"serve-{scheme}", serve_channel, channel, source.lookup, self.memory.arena(scheme), self._stop)
 
     def _sweep(self, source: Source) -> None:
+        rounds = itertools.count()
         while not self._stop.wait(_SWEEP_S):
             source.sweep()
+            if next(rounds) % _PEERS_EVERY == 0:
+                self.peers.sweep()
         source.sweep()
 
     def check_integrity(self) -> None:

@@ -337,6 +337,37 @@ def test_ready_is_after_everything(mode, parallel):
             rank.release()
 
 
+def test_ready_waits_until_siblings_have_read_their_share():
+    """One row crosses the network to rank 1 and from there to rank 0: rank 1's engine may not touch it before."""
+    gate, spec = Gate("receive"), hybrid_spec()
+    spec = replace(spec, components=tuple(c for c in spec.components if c.name == "latent"))
+    with pair(*layouts(Parallel(), Parallel(tp=2), spec=spec), mode="packed") as (source, target):
+        reader = target.agents[0]
+        reader.transports["memory"] = gate.wrap(reader.transports["memory"])
+        ticket = source.offer("one", 1)
+        target.reserve("one", 1)
+        fetches = target.start(ticket, "one")
+        with gate.closed():
+            assert not fetches[1].join(0.5)
+            assert fetches[1].state is State.VERIFYING
+        for done in settle(fetches):
+            done.release()
+
+
+def test_peers_that_forgot_us_or_restarted_are_met_again():
+    with pair(*layouts(Parallel(tp=2), Parallel(tp=4))) as (source, target):
+        hand_over(source, target, "one")
+        for agent in source.agents:
+            agent.layouts._known.clear()
+        hand_over(source, target, "two")
+        siblings = {agent.address for agent in target.agents}
+        for agent in target.agents:
+            for address, peer in agent.peers._peers.items():
+                if address in siblings:
+                    peer.description = replace(peer.description, epoch=bytes(16))
+        hand_over(source, target, "three")
+
+
 def test_a_cancelled_fetch_frees_both_sides():
     gate = Gate("receive")
     with pair(*layouts(Parallel(tp=2), Parallel(tp=1))) as (source, target):

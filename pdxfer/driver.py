@@ -136,17 +136,16 @@ class EdgeReader:
             PeerError, StaleError, ExhaustedError, TransportError: the source failed or said so.
             DeadlineError, AbortedError: out of time; given up elsewhere.
         """
+        intake = Intake(len(self.program.chunks), self.window)
+        ahead: dict[int, list[bytes | None]] = {}
         self._send(wire.Hello(self.session, self.digests))
+        self._want(intake)  # at once: the source works on the first chunks while we get to know its regions
         source = self._import() if self.mode is Mode.DIRECT else None
         if source is not None:
             with self.stats.stage("plan"):
-                packing.prepare(self.program, source, self.target)
-        intake = Intake(len(self.program.chunks), self.window)
-        ahead: dict[int, list[bytes | None]] = {}
+                packing.prepare(self.program, source, self.target, digests=self.digests)
         while not intake.complete:
-            wanted = intake.credit()
-            if wanted:
-                self._send(wire.Want(self.session, wanted))
+            self._want(intake)
             if source is not None:  # the oldest wanted chunk is copied while the source digests it
                 oldest = intake.oldest
                 if oldest not in ahead:
@@ -165,6 +164,12 @@ class EdgeReader:
             intake.accept(frame.chunk)
             self.stats.messages += 1
         self._send(wire.Done(self.session))
+
+    def _want(self, intake: Intake) -> None:
+        """Give the source credit for as many chunks as may be underway."""
+        wanted = intake.credit()
+        if wanted:
+            self._send(wire.Want(self.session, wanted))
 
     def _check_frame(self, chunk: Chunk, frame: wire.Data, message: Message, source: Side | None) -> None:
         if self.digests and len(frame.digests) != len(chunk.segments):

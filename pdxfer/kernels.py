@@ -102,7 +102,9 @@ class RowCopy:
     """
 
     def __init__(self, shape: tuple[int, ...], itemsize: int, to: End, source: End, counts: Offsets) -> None:
-        self.nbytes = int(counts.sum()) * math.prod(shape) * itemsize
+        rows = int(counts.sum())
+        self.nbytes = rows * math.prod(shape) * itemsize
+        self._alone = rows == len(counts)  # no piece has a second row, so the steps between rows say nothing
         self._shape, self._itemsize, self._to, self._from, self._counts = shape, itemsize, to, source, counts
         self._pattern = _merge(shape, to.strides, source.strides, itemsize, False)
         self._ordered = _merge(shape, to.strides, source.strides, itemsize, True)
@@ -110,11 +112,14 @@ class RowCopy:
 
     def bind(self, parts: Sequence[Part]) -> BoundCopy:
         """The copy of these parts, ready to run."""
-        return BoundCopy(self, parts, self._native(parts, self._pattern), self._native(parts, self._ordered))
+        return BoundCopy(self, parts)
 
-    def _native(self, parts: Sequence[Part], pattern: _Pattern) -> list[Any] | None:
+    def native_parts(self, parts: Sequence[Part], *, digests: bool) -> list[Any] | None:
         """What the native kernel takes for all parts at once, or None where it can't."""
+        pattern = self._ordered if digests else self._pattern
         if _native is None or not self._listed(pattern):
+            return None
+        if digests and self.nbytes * len(parts) <= _SHORT_DIGEST_BYTES:
             return None
         if not all(isinstance(p.target, np.ndarray) and isinstance(p.source, np.ndarray) for p in parts):
             return None
@@ -163,7 +168,7 @@ class RowCopy:
 
     def _flat(self, pattern: _Pattern) -> bool:
         """Whether all rows of a piece are one run."""
-        return not pattern.shape and self._to.row_stride == self._from.row_stride == pattern.run
+        return not pattern.shape and (self._alone or self._to.row_stride == self._from.row_stride == pattern.run)
 
     def _listed(self, pattern: _Pattern) -> bool:
         return self._flat(pattern) or (pattern is self._ordered and pattern.run >= _LISTED_RUN_BYTES)
@@ -193,27 +198,31 @@ class RowCopy:
 class BoundCopy:
     """A copy with its buffers, made before bytes move: afterwards they fill the caches, and Python is slow."""
 
-    __slots__ = ("_ordered", "_parts", "_plain", "_rows")
+    __slots__ = ("_made", "_parts", "_rows")
 
-    def __init__(
-        self, rows: RowCopy, parts: Sequence[Part], plain: list[Any] | None, ordered: list[Any] | None
-    ) -> None:
-        self._rows, self._parts, self._plain, self._ordered = rows, parts, plain, ordered
+    def __init__(self, rows: RowCopy, parts: Sequence[Part]) -> None:
+        self._rows, self._parts = rows, parts
+        self._made: dict[bool, list[Any] | None] = {}
+
+    def native_parts(self, *, digests: bool) -> list[Any] | None:
+        """Make what the native kernel needs, or return what was made before."""
+        if digests not in self._made:
+            self._made[digests] = self._rows.native_parts(self._parts, digests=digests)
+        return self._made[digests]
 
     def copy(self, kernel: str = "auto") -> None:
         """Copy all rows of every part. ``kernel``: a name of KERNELS, or "auto"."""
-        if self._plain is not None and kernel in _BY_NATIVE:
-            _native.copy_parts(self._plain)
+        found = self.native_parts(digests=False) if kernel in _BY_NATIVE else None
+        if found is not None:
+            _native.copy_parts(found)
             return
         for part in self._parts:
             self._rows.copy_slowly(kernel, part)
 
     def copy_and_digest(self, kernel: str, seed: int) -> bytes | None:
         """Copy, and return the digest of what then lies in the targets; None, and nothing done, if it can't do both."""
-        long = self._rows.nbytes * len(self._parts) > _SHORT_DIGEST_BYTES
-        if self._ordered is None or kernel not in _BY_NATIVE or not long:
-            return None
-        return _native.copy_parts(self._ordered, seed)
+        found = self.native_parts(digests=True) if kernel in _BY_NATIVE else None
+        return None if found is None else _native.copy_parts(found, seed)
 
 
 @lru_cache(maxsize=4096)

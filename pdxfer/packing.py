@@ -355,12 +355,21 @@ class Side:
         Raises:
             MisuseError: names table, entry and value.
         """
+        done: set[object] = set()
         for holding in self.rank.holdings:
             start, stop = shape.rows(spec[holding.component])
+            own = holding.tokens
+            alike = (holding.table, holding.page_rows, holding.pages, start, stop, own)
+            if alike in done:
+                continue
+            done.add(alike)
             self._check_length(holding, start, stop)
             rows = np.arange(start, stop, dtype=np.int64)
-            own = holding.tokens
-            self.row_offsets(holding, rows[(rows // own.interleave) % own.size == own.index] if own.size > 1 else rows)
+            rows = rows[(rows // own.interleave) % own.size == own.index] if own.size > 1 else rows
+            if own.size == 1 and stop > start:  # one row of each page, and the last, say as much as all
+                firsts = np.arange(start - start % holding.page_rows, stop, holding.page_rows, dtype=np.int64)
+                rows = np.append(np.maximum(firsts, start), stop - 1)
+            self.row_offsets(holding, rows)
         for name, holding in self.rank.tables().items():
             named = self.tables[name][self.tables[name] >= 0]
             if len(named) and int(named.max()) >= holding.pages:
@@ -445,15 +454,15 @@ def direct(
     )
 
 
-def prepare(program: EdgeProgram, source: Side, target: Side) -> None:
-    """Do the thinking of all ``direct`` copies of a program before the first byte moves.
+def prepare(program: EdgeProgram, source: Side, target: Side, *, digests: bool) -> None:
+    """Do the thinking of all ``direct`` copies of a program, with or without digests, before the first byte moves.
 
     Raises:
         MisuseError: a page table is wrong, or an item converts its dtype.
     """
     for chunk in program.chunks:
         for segment in chunk.segments:
-            program.bound(segment, source, target)
+            program.bound(segment, source, target).native_parts(digests=digests)
 
 
 def digest(

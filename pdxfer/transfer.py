@@ -141,8 +141,11 @@ class Ledger:
         first = Event.RESERVE if table is TARGET else Event.ALLOCATE
         with self._lock:
             hold = Hold(transfer, wanted, next(self._generations), table)
-            for pool, page in sorted(wanted):
-                self._check_free(hold, pool, page)
+            if not all(0 <= page < self._totals.get(pool, 0) for pool, page in wanted) or any(
+                user.exclusive or hold.exclusive for unit in wanted & self._users.keys() for user in self._users[unit]
+            ):
+                for pool, page in sorted(wanted):
+                    self._check_free(hold, pool, page)
             for unit in wanted:
                 self._users.setdefault(unit, []).append(hold)
             self._holds.add(hold)

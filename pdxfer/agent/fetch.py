@@ -100,11 +100,11 @@ class Fetch:
         self._relay: Offer | None = None
         self._opened: list[tuple[Peer, Opened]] = []
         self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name=f"pdxfer-{agent.config.rank}-fetch", daemon=True)
 
     def start(self) -> None:
-        """Begin; called once."""
-        self._thread.start()
+        """Begin in a thread of its own; called once, or ``run`` is."""
+        name = f"pdxfer-{self.agent.config.rank}-fetch"
+        threading.Thread(target=self.run, name=name, daemon=True).start()
 
     @property
     def state(self) -> State:
@@ -141,7 +141,8 @@ class Fetch:
 
     # -- the fetch thread ----------------------------------------------------------------------------
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Do it all in this thread, whatever comes of it: ``wait`` then returns or raises at once. Called once."""
         threads: list[threading.Thread] = []
         try:
             plan, peers = self._prepare()
@@ -156,9 +157,12 @@ class Fetch:
             )  # fmt: skip
             self.ledger.fire(self.hold, Event.VERIFIED)
             self.agent.fetched["fetched"] += 1
-        except Exception as error:  # noqa: BLE001 - whatever happened, the pages must be put back and the engine told
+        except BaseException as error:
             self._result = None
-            self._fail(error, threads)
+            interrupted = AbortedError(f"{self.ticket.transfer}: interrupted by {type(error).__name__}")
+            self._fail(error if isinstance(error, Exception) else interrupted, threads)
+            if not isinstance(error, Exception):
+                raise
         finally:
             self._done.set()
 
@@ -196,8 +200,10 @@ class Fetch:
                 f"fan-out needs the control addresses of sibling ranks {missing}",
                 hint="give them to attach(siblings=...)",
             )
-        network = [self._spawn(threads, plan, Edge(rank, me, False), partial(self._source, rank)) for rank in peers]
+        first, *others = peers
+        network = [self._spawn(threads, plan, Edge(rank, me, False), partial(self._source, rank)) for rank in others]
         siblings = [self._spawn(threads, plan, Edge(rank, me, True), partial(self._sibling, rank)) for rank in relays]
+        self._edge(plan, Edge(first, me, False), partial(self._source, first))  # mostly the only one: no thread for it
         self._join(network)
         if self._relay is not None:
             self.agent.source.relay_ready(self.ticket.transfer)
@@ -230,7 +236,7 @@ class Fetch:
             raise self._cancel.error
 
     def _edge(self, plan: Plan, edge: Edge, find: Callable[[], Peer]) -> None:
-        """Thread: open, read and complete one edge; the first error of any edge cancels all."""
+        """In some thread: open, read and complete one edge; the first error of any edge cancels all."""
         try:
             try:
                 self._attempt(plan, edge, find(), fresh=False)

@@ -128,9 +128,8 @@ class Memory:
 
     def units(self, side: Side) -> list[tuple[str, int]]:
         """(pool, page) pairs that a request's tables name."""
-        return [
-            (self._pools[n], int(p)) for n, table in side.tables.items() if n in self._pools for p in table if p >= 0
-        ]
+        tables = ((self._pools[name], table) for name, table in side.tables.items() if name in self._pools)
+        return [(pool, page) for pool, table in tables for page in table.tolist() if page >= 0]
 
     def arena(self, scheme: str) -> Arena:
         """The staging arena of a transport; made on first use."""
@@ -305,6 +304,13 @@ class Agent(ControlHandler):
         timeout_s: float = 30.0,
     ) -> Fetch:
         """Begin to fetch a transfer into our own pages; see ``fetch``."""
+        fetch = self._new_fetch(ticket, tables, first_token, timeout_s)
+        fetch.start()
+        return fetch
+
+    def _new_fetch(
+        self, ticket: Ticket | str, tables: Mapping[str, Sequence[int]], first_token: int, timeout_s: float
+    ) -> Fetch:
         parsed = ticket if isinstance(ticket, Ticket) else Ticket.decode(ticket)
         with self._lock:
             if self._stop.is_set():
@@ -315,7 +321,6 @@ class Agent(ControlHandler):
                 self.source.refuse_relay(parsed.transfer, error.message)
                 raise
             self._fetches = [*(f for f in self._fetches if not f.done), fetch]
-            fetch.start()
         return fetch
 
     def fetch(
@@ -339,7 +344,9 @@ class Agent(ControlHandler):
         Raises:
             PdxferError: and the pages are free again (not to be read): see the tree in ``errors.py``.
         """
-        return self.start_fetch(ticket, tables, first_token=first_token, timeout_s=timeout_s).wait()
+        fetch = self._new_fetch(ticket, tables, first_token, timeout_s)
+        fetch.run()
+        return fetch.wait()
 
     # -- what peers call (ControlHandler) ----------------------------------------------------------
 

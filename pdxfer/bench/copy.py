@@ -282,7 +282,7 @@ class _CopyBench:
     def _direct(self, buffers: list[Any], *, digests: bool, kernel: str = "auto") -> None:
         program = self.pair.program()
         source, target = self._sides(program, buffers)
-        packing.prepare(program, source, target)
+        packing.prepare(program, source, target, digests=digests)
         for seed, segment in self._segments(program):
             found = packing.direct(program, segment, source, target, kernel=kernel, seed=seed if digests else None)
             if digests and found != self._sealed[seed]:

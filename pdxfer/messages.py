@@ -70,9 +70,8 @@ def _reader_bounded(message: Complete | Abort | Renew, *, session_sizes: tuple[i
     for text in (message.transfer, message.target_worker):
         _bounded(text, f"{kind} text")
     if len(message.epoch) != 16 or len(message.session) not in session_sizes or message.target_rank < 0:
-        raise MisuseError(
-            f"{kind} is out of bounds: epoch {len(message.epoch)} B, session {len(message.session)} B, rank {message.target_rank}"
-        )
+        sizes = f"epoch {len(message.epoch)} B, session {len(message.session)} B, rank {message.target_rank}"
+        raise MisuseError(f"{kind} is out of bounds: {sizes}")
 
 
 def _lease_bounded(lease_s: float) -> None:

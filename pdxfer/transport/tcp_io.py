@@ -34,7 +34,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from pdxfer.errors import TransportError
 
-__all__ = ["AcceptedLine", "ConnectedLine", "Hub", "IoThread", "Line", "SocketOptions"]
+__all__ = ["AcceptedLine", "ConnectedLine", "Frames", "Hub", "IoThread", "Line", "SocketOptions"]
 
 Frames = list[zmq.Frame]
 _Result = TypeVar("_Result")

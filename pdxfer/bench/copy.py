@@ -30,7 +30,7 @@ from pdxfer.layout import Layout
 from pdxfer.packing import EdgeProgram, RequestShape, Segment, Side
 from pdxfer.plan import Edge, make_plan
 from pdxfer.spec import Axis, CacheSpec, Component, Growth, Ownership, Rule
-from pdxfer.transport import create_transport
+from pdxfer.transport import Channel, Transport, create_transport
 
 __all__ = ["CASES", "DIGEST_TARGET", "DIRECT_TARGET", "CopyCase", "CopyOptions", "bench_copy"]
 
@@ -105,7 +105,9 @@ def _run_case(case: CopyCase, options: CopyOptions, tick: Tick) -> dict[str, Any
     pair = _Pair.of(case, options.megabytes << 20)
     tick(f"{case.name}: the other process fills its memory")
     with Child(_MODULE, regions=pair.region_bytes) as child, create_transport("shm") as transport:
-        bench = _CopyBench(pair, transport, child.hear())
+        address = child.hear()["address"]
+        child.tell(do="accept")
+        bench = _CopyBench(pair, transport, transport.connect(address, timeout_s=_WAIT_S))
         jobs, notes = bench.checked_jobs()
         found = against(bench.ceiling, jobs, options.repeats, lambda name: tick(f"{case.name}: {name}"))
         return {
@@ -184,9 +186,8 @@ def _component(case: CopyCase, layers: int) -> Component:
 class _CopyBench:
     """The jobs of one case: each copies the whole request once."""
 
-    def __init__(self, pair: _Pair, transport: Any, said: dict[str, Any]) -> None:
-        self.pair, self.said = pair, said
-        self._channel = transport.connect(said["address"], timeout_s=_WAIT_S)
+    def __init__(self, pair: _Pair, transport: Transport, channel: Channel) -> None:
+        self.pair, self._channel = pair, channel
         mapped, readers = ([self._receive() for _ in pair.region_bytes] for _ in range(2))
         self._mapped = [np.frombuffer(region.view, np.uint8) for region in mapped]
         self._readers = readers
@@ -318,11 +319,10 @@ def _child(regions: list[int]) -> None:
             view = np.frombuffer(region.view, np.uint8)
             view[:] = np.frombuffer(rng.bytes(len(view)), np.uint8)
         own = [transport.register(np.frombuffer(region.view, np.uint8).copy(), "own pages") for region in shared]
-        with listener.accept(_WAIT_S) as channel:
+        for _ in questions():  # one: that the parent is about to connect
+            channel = listener.accept(_WAIT_S)
             for region in (*shared, *own):
                 channel.export_region(region, b"", timeout_s=_WAIT_S)
-            for _ in questions():
-                pass
 
 
 if __name__ == "__main__":

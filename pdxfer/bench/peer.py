@@ -32,13 +32,17 @@ class Child:
 
     def ask(self, **question: Any) -> dict[str, Any]:
         """Send one question and wait for its answer; raises PeerError when the child has ended."""
+        self.tell(**question)
+        return self.hear()
+
+    def tell(self, **question: Any) -> None:
+        """Send something that needs no answer; raises PeerError when the child has ended."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(question) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError as error:
             raise PeerError("the bench's other process has ended") from error
-        return self.hear()
 
     def hear(self) -> dict[str, Any]:
         """Wait for what the child says; raises PeerError when it has ended."""

@@ -1,0 +1,240 @@
+"""``pdxfer bench``: measures of this machine, as tables for people or as one JSON object.
+
+In come sizes and repeats; out goes what ``plan.py``, ``copy.py`` and ``handoff.py`` measured, with the facts of the
+machine. Nothing is measured in here.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from pdxfer.bench.measure import Tick
+
+__all__ = ["bench", "copy", "handoff", "plan"]
+
+_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+
+
+def _sizes(repeats: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """The options that all benches have."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        for option in (
+            _json,
+            click.option(
+                "--megabytes", type=click.IntRange(1), default=256, show_default=True, help="MiB copied at a time."
+            ),
+            click.option(
+                "--repeats", type=click.IntRange(1), default=repeats, show_default=True, help="Timed repeats."
+            ),
+        ):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+@click.group()
+def bench() -> None:
+    """Measure copies, plans and hand-offs against this machine's own ceilings.
+
+    Times mean something only beside the ceilings of the same run, and on a quiet machine.
+    """
+
+
+@bench.command()
+@click.option("--layers", type=click.IntRange(4), default=64, show_default=True, help="Layers of the hybrid.")
+@click.option("--ranks", type=click.IntRange(1), default=16, show_default=True, help="TP on both sides.")
+@click.option("--tokens", type=click.IntRange(1), default=32768, show_default=True, help="Tokens of the request.")
+@click.option("--page-tokens", type=click.IntRange(1), default=16, show_default=True, help="Tokens per page.")
+@_sizes(15)
+def plan(layers: int, ranks: int, tokens: int, page_tokens: int, repeats: int, megabytes: int, as_json: bool) -> None:
+    """Time a cold plan, and one rank's work per request, in three placements."""
+    from pdxfer.bench.plan import PlanOptions, bench_plan
+
+    options = PlanOptions(
+        layers=layers, ranks=ranks, tokens=tokens, page_tokens=page_tokens, repeats=repeats, megabytes=megabytes
+    )
+    _report("plan", lambda tick: bench_plan(options, tick), 3 * (5 * repeats + 1) + 1, as_json, _show_plan)
+
+
+@bench.command()
+@click.option("--case", "names", multiple=True, help="Only cases whose name begins so; may be repeated.")
+@_sizes(9)
+def copy(names: tuple[str, ...], repeats: int, megabytes: int, as_json: bool) -> None:
+    """Copy scattered pages of another process, beside a native loop of one memcpy per run."""
+    from pdxfer.bench.copy import CASES, CopyOptions, bench_copy
+    from pdxfer.errors import MisuseError
+
+    cases = tuple(case for case in CASES if not names or case.name.startswith(names))
+    if not cases:
+        raise MisuseError(f"no case begins with {' or '.join(names)}; there are {[case.name for case in CASES]}")
+    options = CopyOptions(repeats=repeats, megabytes=megabytes, cases=cases)
+    steps = len(cases) * (8 * (repeats + 1) + 1)
+    _report("copy", lambda tick: bench_copy(options, tick), steps, as_json, _show_copy)
+
+
+@bench.command()
+@click.option("--small-tokens", type=click.IntRange(1), default=64, show_default=True, help="Of the small request.")
+@click.option("--way", "names", multiple=True, help="Only ways whose name begins so; may be repeated.")
+@_sizes(20)
+def handoff(small_tokens: int, names: tuple[str, ...], repeats: int, megabytes: int, as_json: bool) -> None:
+    """Time offer and fetch between two agents in two processes, minus the copy itself."""
+    from pdxfer.bench.handoff import WAYS, HandoffOptions, bench_handoff
+    from pdxfer.errors import MisuseError
+
+    ways = tuple(way for way in WAYS if not names or way.name.startswith(names))
+    if not ways:
+        raise MisuseError(f"no way begins with {' or '.join(names)}; there are {[way.name for way in WAYS]}")
+    options = HandoffOptions(small_tokens=small_tokens, repeats=repeats, megabytes=megabytes, ways=ways)
+    steps = 1 + len(ways) * (11 * repeats + 5)
+    _report("handoff", lambda tick: bench_handoff(options, tick), steps, as_json, _show_handoff)
+
+
+def _report(
+    name: str,
+    measure: Callable[[Tick], dict[str, Any]],
+    steps: int,
+    as_json: bool,
+    show: Callable[[Console, dict[str, Any]], None],
+) -> None:
+    from pdxfer.bench.measure import SCHEMA_VERSION, machine
+
+    facts = machine()
+    with _progress(steps) as tick:
+        results = measure(tick)
+    facts["load_average_after"] = machine()["load_average"]
+    report = {
+        "schema_version": SCHEMA_VERSION,
+        "bench": name,
+        "command_line": sys.argv[1:],
+        "machine": facts,
+        "results": results,
+    }
+    if as_json:
+        click.echo(json.dumps(report, indent=2))
+        return
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=120)
+    console.print(results["what"], style="bold", markup=False)
+    show(console, results)
+    _show_machine(console, facts)
+
+
+@contextmanager
+def _progress(steps: int) -> Iterator[Tick]:
+    """A progress bar on a terminal's standard error."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    console = Console(stderr=True)
+    # Redrawn only between steps: a thread that draws would be measured, too.
+    with Progress(*columns, console=console, auto_refresh=False, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=steps)
+
+        def tick(what: str) -> None:
+            progress.update(task, description=what, advance=1, refresh=True)
+
+        yield tick
+
+
+def _table(title: str, *columns: str) -> Table:
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left", no_wrap=True)
+    return table
+
+
+def _verdict(value: float, target: float, *, at_most: bool) -> str:
+    good = value <= target if at_most else value >= target
+    return f"[green]holds[/green] ({'<=' if at_most else '>='} {target:g})" if good else f"[red]misses {target:g}[/red]"
+
+
+def _ms(times: dict[str, float]) -> str:
+    return f"{times['p50_ms']:.2f} / {times['p90_ms']:.2f}"
+
+
+def _show_plan(console: Console, results: dict[str, Any]) -> None:
+    table = _table("cold, ms (p50 / p90)", "placement", "layout digests", "plan and proof", "plan digest", "all", "")
+    for row in results["placements"]:
+        verdict = _verdict(row["cold"]["p50_ms"], results["targets"]["cold_ms"], at_most=True)
+        cells = [_ms(row[part]) for part in ("layout_digests", "plan", "plan_digest", "cold")]
+        table.add_row(row["placement"], *cells, verdict)
+    console.print(table)
+    columns = ("placement", "ms (p50 / p90)", "edges", "chunks", "segments", "pages", "MB", "")
+    table = _table("per request: all that one target rank works out", *columns)
+    for row in results["placements"]:
+        counts = row["counts"]
+        verdict = _verdict(row["request"]["p50_ms"], results["targets"]["request_ms"], at_most=True)
+        cells = [f"{counts[f'rank_{name}']:,}" for name in ("edges", "chunks", "segments", "pages")]
+        table.add_row(
+            row["placement"], _ms(row["request"]), *cells, f"{counts['rank_payload_bytes'] / 1e6:,.0f}", verdict
+        )
+    console.print(table)
+    _show_ceiling(console, results["contiguous_copy"])
+
+
+def _show_copy(console: Console, results: dict[str, Any]) -> None:
+    for case in results["cases"]:
+        title = f"{case['case']}: {case['nbytes'] / 1e6:,.0f} MB"
+        table = _table(
+            f"{title} in {case['runs']:,} runs" if case["runs"] else title, "way", "GB/s", "of ceiling", "", ""
+        )
+        for row in case["rows"]:
+            spread = f"{row['ratio_p10']:.2f} .. {row['ratio_p90']:.2f}" if "ratio_p10" in row else "the ceiling"
+            target = results["targets"].get(row["way"]) if case["counts_for_targets"] else None
+            verdict = "" if target is None else _verdict(row["ratio"], target, at_most=False)
+            table.add_row(row["way"], f"{row['gb_per_s']:.2f}", f"{row['ratio']:.3f}", spread, verdict)
+        console.print(table)
+        for note in case["notes"]:
+            console.print(note, markup=False)
+
+
+def _show_handoff(console: Console, results: dict[str, Any]) -> None:
+    columns = ("way", "request", "MB", "offer", "fetch", "copy alone", "added p50 / p90 / p99", "GB/s", "calls", "")
+    table = _table("ms", *columns)
+    for way in results["ways"]:
+        for row in way["requests"]:
+            targets = results["targets"]
+            aimed = (way["way"], row["request"]) == (targets["way"], targets["request"])
+            verdict = _verdict(row["added_ms"]["p50"], targets["added_p50_ms"], at_most=True) if aimed else ""
+            table.add_row(
+                way["way"],
+                row["request"],
+                f"{row['payload_bytes'] / 1e6:,.1f}",
+                *(f"{row[part]['p50_ms']:.2f}" for part in ("offer", "fetch", "copy_alone")),
+                " / ".join(f"{row['added_ms'][p]:.2f}" for p in ("p50", "p90", "p99")),
+                f"{row['gb_per_s']:.2f} of {row['copy_alone_gb_per_s']:.2f}",
+                f"{sum(row['rpcs_per_request'].values()):.2f}",
+                verdict,
+            )
+    console.print(table)
+    _show_ceiling(console, results["contiguous_copy"])
+
+
+def _show_ceiling(console: Console, copied: dict[str, Any]) -> None:
+    console.print(f"contiguous copy of {copied['nbytes'] / 1e6:,.0f} MB: {copied['gb_per_s']:.2f} GB/s")
+
+
+def _show_machine(console: Console, facts: dict[str, Any]) -> None:
+    load = f"load {facts['load_average'][0]:.1f} before, {facts['load_average_after'][0]:.1f} after"
+    memory = f"{facts['memory_bytes'] / 2**30:.0f} GiB"
+    console.print(
+        f"{facts['cpu']}, {facts['cores']} cores, {memory}, {facts['copy_kernel']} kernel, {load}", markup=False
+    )

@@ -1,0 +1,175 @@
+"""The benches at tiny sizes: what they count must be right, and their JSON whole. No time is looked at."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from pdxfer.bench import measure
+from pdxfer.bench.cli import bench
+from pdxfer.bench.copy import CASES
+from pdxfer.bench.handoff import WAYS
+from pdxfer.bench.peer import Child
+from pdxfer.builders import PLACEMENTS
+from pdxfer.errors import MisuseError, PeerError
+from pdxfer.kernels import native_available
+
+needs_kernel = pytest.mark.skipif(not native_available(), reason="the ceiling is a loop of the compiled kernel")
+
+
+def run(*argv: str) -> dict:
+    done = CliRunner().invoke(bench, [*argv, "--json"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.stdout)
+    assert report["schema_version"] == measure.SCHEMA_VERSION
+    assert report["bench"] == argv[0]
+    assert isinstance(report["command_line"], list)
+    facts = report["machine"]
+    assert facts["cores"] >= 1
+    assert facts["memory_bytes"] > 1 << 20
+    assert {"cpu", "system", "copy_kernel", "load_average", "load_average_after", "versions"} <= set(facts)
+    assert {"python", "numpy", "xxhash"} <= set(facts["versions"])
+    return report["results"]
+
+
+def shown(*argv: str) -> str:
+    done = CliRunner().invoke(bench, argv, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+PLAN = ("plan", "--layers", "8", "--ranks", "4", "--tokens", "100", "--repeats", "2", "--megabytes", "1")
+
+
+def test_plan_counts() -> None:
+    results = run(*PLAN)
+    assert [row["placement"] for row in results["placements"]] == list(PLACEMENTS)
+    for row in results["placements"]:
+        counts = row["counts"]
+        assert counts["items"] >= counts["edges"] >= 4
+        assert counts["rank_edges"] >= 1
+        assert counts["rank_segments"] >= counts["rank_chunks"] >= counts["rank_edges"]
+        # Two layers of attention with one of two KV heads of 256 in K and V, six of linear attention in fp32.
+        kv = 2 * 100 * 2 * 256 * 2
+        state = 6 * (8 * 128 * 128 * 4 + (2 * 4 * 128 + 8 * 128) * 3 * 2)
+        assert counts["rank_payload_bytes"] == kv + state
+        for part in ("layout_digests", "plan", "plan_digest", "cold", "request"):
+            assert 0 < row[part]["min_ms"] <= row[part]["p50_ms"] <= row[part]["p90_ms"] <= row[part]["p99_ms"]
+        assert row["cold"]["p50_ms"] >= row["plan"]["p50_ms"]
+    assert results["contiguous_copy"]["nbytes"] == 1 << 20
+
+
+def test_plan_table() -> None:
+    text = shown(*PLAN)
+    assert all(placement in text for placement in PLACEMENTS)
+    assert "contiguous copy of 1 MB" in text
+
+
+@needs_kernel
+def test_copy_counts() -> None:
+    results = run("copy", "--repeats", "1", "--megabytes", "2")
+    assert [case["case"] for case in results["cases"]] == [case.name for case in CASES]
+    for case, row in zip(CASES, results["cases"], strict=True):
+        assert row["nbytes"] == 2 << 20
+        assert row["runs"] == ((2 << 20) // case.run_bytes if case.run_bytes >= 512 else 0)
+        ways = [way["way"] for way in row["rows"]]
+        assert ways[0] == row["ceiling"]
+        assert {"direct", "direct, digests", "packed", "packed, digests", "source digests"} <= set(ways)
+        refused = {note.partition(":")[0] for note in row["notes"]}
+        if case.run_bytes >= 512:
+            assert {"process_vm_readv", "direct, numpy kernel"} <= set(ways) | refused
+        for way in row["rows"][1:]:
+            assert way["gb_per_s"] > 0
+            assert 0 < way["ratio_p10"] <= way["ratio"] <= way["ratio_p90"]
+
+
+@needs_kernel
+def test_copy_table_and_choice_of_cases() -> None:
+    text = shown("copy", "--repeats", "1", "--megabytes", "1", "--case", "4 KiB")
+    assert "4 KiB runs: 1 MB in 256 runs" in text
+    assert "16 KiB" not in text
+    with pytest.raises(MisuseError, match="no case begins with 5 KiB"):
+        CliRunner().invoke(bench, ["copy", "--case", "5 KiB"], catch_exceptions=False)
+
+
+def test_handoff_counts() -> None:
+    results = run("handoff", "--repeats", "1", "--megabytes", "1", "--small-tokens", "20")
+    assert [way["way"] for way in results["ways"]] == [way.name for way in WAYS]
+    state = 6 * (4 * 128 * 128 * 4 + (2 * 2 * 128 + 4 * 128) * 3 * 2)
+    for way, row in zip(WAYS, results["ways"], strict=True):
+        small, big = row["requests"]
+        assert (small["tokens"], big["tokens"]) == (20, 256)
+        for request in (small, big):
+            assert request["payload_bytes"] == state + request["tokens"] * 4096
+            assert request["messages"] == 1
+            assert request["mode"] == ("packed" if way.mode == "packed" else "direct")
+            calls = request["rpcs_per_request"]
+            assert calls.pop("Describe", 0) <= 1
+            assert calls == {"Open": 1.0, "Complete": 1.0}
+            assert set(request["added_ms"]) == {"p50", "p90", "p99"}
+            assert {"negotiate", "plan"} <= set(request["stage_ms"])
+        assert set(row["source"]["pages"]) == {"free"}, "every page of the source is free again"
+
+
+def test_handoff_table_and_choice_of_ways() -> None:
+    text = shown("handoff", "--repeats", "1", "--megabytes", "1", "--way", "shm, packed")
+    assert "shm, packed" in text
+    assert "tcp" not in text
+    with pytest.raises(MisuseError, match="no way begins with pigeon"):
+        CliRunner().invoke(bench, ["handoff", "--way", "pigeon"], catch_exceptions=False)
+
+
+def test_ratios_are_between_neighbours() -> None:
+    order: list[str] = []
+    found = measure.against(
+        lambda: order.append("ceiling"),
+        {name: lambda name=name: order.append(name) for name in "ab"},
+        3,
+        lambda _: None,
+    )
+    assert order == ["ceiling", "a", "ceiling", "b"] * 4, "one round for nothing, three that count"
+    assert all(len(r.job.wall_s) == len(r.ceiling.wall_s) == 3 for r in found.values())
+    ratio = measure.Ratio(measure.Samples([2.0, 4.0, 1.0], [1.0] * 3), measure.Samples([1.0, 2.0, 3.0], [0.5] * 3))
+    assert ratio.to_json() == {
+        "ratio": 0.5,
+        "ratio_p10": pytest.approx(0.5),
+        "ratio_p90": pytest.approx(2.5),
+        "ratio_cpu": 0.5,
+    }
+
+
+@pytest.mark.parametrize(
+    ("values", "q", "expected"), [([3.0], 0.9, 3.0), ([4.0, 2.0], 0.5, 3.0), ([1.0, 2.0, 3.0, 4.0, 5.0], 0.9, 4.6)]
+)
+def test_quantiles(values: list[float], q: float, expected: float) -> None:
+    assert measure.quantile(values, q) == pytest.approx(expected)
+
+
+def test_a_child_that_ends_is_a_named_error() -> None:
+    with Child("pdxfer.bench.measure") as child:  # a module that does nothing
+        with pytest.raises(PeerError, match="other process has ended"):
+            child.hear()
+        with pytest.raises(PeerError, match="other process has ended"):
+            child.ask(do="anything")
+
+
+def test_a_child_ends_with_its_parent() -> None:
+    """Kill a parent that has a child: the child's input ends, and so does the child, which closes our pipe."""
+    code = (
+        "import sys, time\nfrom pdxfer.bench.peer import Child\n"
+        "child = Child('pdxfer.bench.copy', regions=[4096])\nprint(child.hear()['address'], flush=True)\n"
+        "time.sleep(600)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    assert parent.stderr is not None
+    assert parent.stdout.readline().startswith("shm://")
+    parent.kill()
+    parent.wait()
+    parent.stderr.read()  # the child has the same standard error: this returns when both are gone
+    parent.stderr.close()
+    parent.stdout.close()

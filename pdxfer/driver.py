@@ -33,6 +33,7 @@ from pdxfer.errors import (
     CorruptError,
     DeadlineError,
     ExhaustedError,
+    InternalError,
     PdxferError,
     PeerError,
     StaleError,
@@ -470,9 +471,10 @@ def serve_channel(
                 frame = wire.decode(message.header)
             try:
                 current = _dispatch(channel, frame, current, lookup, outstanding, exported, reap)
-            except (TransportError, AssertionError):
+            except TransportError:
                 raise
-            except PdxferError as error:
+            except Exception as raised:  # noqa: BLE001 - our own bug must reach the target as an error, too
+                error = raised if isinstance(raised, PdxferError) else _own_bug(raised)
                 _log.warning("transfer %s: %s", current.transfer if current else "?", error.message)
                 fail = wire.Fail(frame.session, type(error).__name__, error.reason, error.message[:1024])
                 channel.send_all(wire.encode(fail), timeout_s=_SLICE_S)
@@ -482,6 +484,11 @@ def serve_channel(
         channel.close()
         for _, block in outstanding:
             staging.free(block)
+
+
+def _own_bug(raised: Exception) -> InternalError:
+    _log.error("serving a channel failed unexpectedly", exc_info=raised)
+    return InternalError(f"the source failed unexpectedly ({type(raised).__name__}); its log has more")
 
 
 def _dispatch(

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from pdxfer import wire
+from pdxfer.agent import AgentConfig
 from pdxfer.builders import Parallel, Storage, build_layout
 from pdxfer.errors import (
     AbortedError,
@@ -27,12 +28,14 @@ from pdxfer.errors import (
     TransportError,
 )
 from pdxfer.layout import Layout
-from pdxfer.packing import KERNELS
+from pdxfer.packing import KERNELS, native_available
+from pdxfer.spec import Ownership, Rule
 from pdxfer.testing.faults import Fault, FaultPlan, FaultyTransport
 from pdxfer.testing.oracle import Oracle
 from pdxfer.ticket import Ticket
 from pdxfer.transfer import State
 from pdxfer.transport import Message, known_schemes
+from tests.conftest import require
 from tests.workers import Gate, Tap, Worker, hybrid_spec, layouts, settle
 
 SCHEMES = [s for s in ("memory", "shm", "tcp") if s in known_schemes()]
@@ -142,6 +145,10 @@ def test_every_transport_carries(scheme, mode):
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("mode", ["packed", "direct"])
 def test_every_kernel_moves(kernel, mode):
+    if kernel == "torch":
+        require("torch")
+    if kernel == "native" and not native_available():
+        pytest.skip("pdxfer was built without a compiler")
     with pair(*layouts(Parallel(tp=2), Parallel(tp=1)), mode=mode, kernel=kernel) as (source, target):
         hand_over(source, target, "one")
 
@@ -161,9 +168,10 @@ def test_small_chunks_in_any_window():
             assert max(edge.messages for rank in received for edge in rank.edges) > 2
 
 
-def test_a_window_that_no_channel_has_room_for_is_refused():
-    with pytest.raises(MisuseError, match="window"):
-        Worker(layouts(Parallel(), Parallel())[0], transports=("memory",), window=65)
+@pytest.mark.parametrize("wrong", [{"window": 65}, {"window": 0}, {"kernel": "fast"}, {"mode": "both"}, {"lease_s": 0}])
+def test_a_configuration_that_can_t_work_is_refused(wrong):
+    with pytest.raises(MisuseError, match=next(iter(wrong))):
+        AgentConfig(worker="w", **wrong)
 
 
 @pytest.mark.parametrize("first_token", [1, 8, 33, TOKENS])
@@ -189,6 +197,16 @@ def test_sources_that_have_nothing_to_give_are_told_too():
         network = [e for rank in received for e in rank.edges if not e.relay]
         assert {e.source for e in network} == set(range(5))
         assert sum(1 for e in network if e.messages == 0) > 0
+
+
+def test_a_rank_that_gets_everything_from_siblings():
+    """One state, whole on every rank: it crosses to one rank, and the others have no edge to the source at all."""
+    spec = hybrid_spec()
+    whole = Ownership(rule=Rule.REPLICATED)
+    state = replace(spec["S"], layers=(0,), ownership=whole)
+    with pair(*layouts(Parallel(), Parallel(tp=3), spec=replace(spec, components=(state,)))) as (source, target):
+        received = hand_over(source, target, "one")
+        assert sum(1 for rank in received if all(edge.relay for edge in rank.edges)) == 2
 
 
 def test_what_the_engine_said_travels():

@@ -250,6 +250,15 @@ def test_the_source_closes_during_a_transfer(stage):
             assert (held["memfds"], held["threads"], held["files"], held["pages"]) == (0, 1, 0, 0)
 
 
+def test_a_worker_that_quits_is_forgotten(stage):
+    target = stage.target
+    before = target.ask("held")
+    with ExitStack() as stack:
+        hand_over(stage, stage.new_sources(stack), target)
+        assert target.ask("held")["sockets"] > before["sockets"], "its channels are kept for the next transfer"
+    target.ask("held", at_most=before)
+
+
 def test_what_a_killed_process_left_is_removed_by_the_next(stage):
     directory = stage.directory / "shared"
     with ExitStack() as stack:

@@ -200,10 +200,11 @@ class Fetch:
                 f"fan-out needs the control addresses of sibling ranks {missing}",
                 hint="give them to attach(siblings=...)",
             )
-        first, *others = peers
-        network = [self._spawn(threads, plan, Edge(rank, me, False), partial(self._source, rank)) for rank in others]
+        ranks = list(peers)  # none, where siblings hand on all that this rank holds
+        network = [self._spawn(threads, plan, Edge(r, me, False), partial(self._source, r)) for r in ranks[1:]]
         siblings = [self._spawn(threads, plan, Edge(rank, me, True), partial(self._sibling, rank)) for rank in relays]
-        self._edge(plan, Edge(first, me, False), partial(self._source, first))  # mostly the only one: no thread for it
+        for rank in ranks[:1]:  # mostly the only one: no thread for it
+            self._edge(plan, Edge(rank, me, False), partial(self._source, rank))
         self._join(network)
         if self._relay is not None:
             self.agent.source.relay_ready(self.ticket.transfer)

@@ -45,7 +45,7 @@ from pdxfer.messages import (
     Renew,
     Renewed,
 )
-from pdxfer.packing import Buffers, RequestShape, Side
+from pdxfer.packing import KERNELS, Buffers, RequestShape, Side, native_available
 from pdxfer.ticket import Ticket
 from pdxfer.transfer import Ledger
 from pdxfer.transport import WINDOW_MESSAGES, Listener, Region, Transport, create_transport
@@ -92,6 +92,9 @@ class AgentConfig:
             raise MisuseError(f"a worker name, a rank and a transport are needed: {self}")
         if self.mode not in ("auto", "packed", "direct"):
             raise MisuseError(f"mode must be auto, packed or direct, got {self.mode!r}")
+        if self.kernel not in ("auto", *KERNELS) or (self.kernel == "native" and not native_available()):
+            known = [k for k in KERNELS if k != "native" or native_available()]
+            raise MisuseError(f"kernel {self.kernel!r} is not here; there are auto, {', '.join(known)}")
         if not 4096 <= self.chunk_bytes <= self.arena_bytes:
             raise MisuseError(f"chunk_bytes {self.chunk_bytes} must be in [4096, arena_bytes {self.arena_bytes}]")
         if min(self.lease_s, self.stall_s) <= 0:

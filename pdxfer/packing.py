@@ -68,6 +68,7 @@ __all__ = [
 #: few KiB anyhow, and every return to Python costs some 50 us when a copy has swept the caches.
 _SEGMENT_BYTES = 32 << 20
 _LARGEST = np.maximum.reduce
+_ZERO, _ONE = np.zeros(1, np.int64), np.ones(1, np.int64)
 _TOKENS_MAX = 1 << 48  # far beyond any request, and no byte offset overflows
 
 
@@ -328,6 +329,11 @@ class Side:
                 offsets: Offsets = numbers * holding.page_stride
                 offsets[0] += (first - page * holding.page_rows) * holding.row_stride
                 return offsets
+        if len(local) == 1:  # state: one row, one slot
+            page, within = divmod(int(local[0]), holding.page_rows)
+            number = int(table[page]) if page < len(table) else -1
+            if 0 <= number < holding.pages:
+                return np.array([number * holding.page_stride + within * holding.row_stride], dtype=np.int64)
         pages = local // holding.page_rows
         if len(pages) and pages[-1] >= len(table):
             what = f"has {len(table)} pages, row {int(rows[-1])} needs page {int(pages[-1])}"
@@ -547,6 +553,8 @@ class _Pieces(NamedTuple):
 
 def _find_pieces(rows: Offsets, ends: Sequence[tuple[Side, Holding]]) -> _Pieces:
     """Cut rows where a page ends on a side, and merge again where the next page follows on all sides."""
+    if len(rows) == 1:
+        return _Pieces(_ZERO, _ONE, tuple(side.row_offsets(holding, rows) for side, holding in ends))
     step = _even_rows(rows, [h for _, h in ends])
     starts = _piece_starts(rows, step)
     counts, firsts = _gaps(starts, len(rows)), rows[starts]

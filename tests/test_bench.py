@@ -101,6 +101,7 @@ def test_handoff_counts() -> None:
     assert [way["way"] for way in results["ways"]] == [way.name for way in WAYS]
     state = 6 * (4 * 128 * 128 * 4 + (2 * 2 * 128 + 4 * 128) * 3 * 2)
     for way, row in zip(WAYS, results["ways"], strict=True):
+        assert row["control_call"]["p50_ms"] > 0
         small, big = row["requests"]
         assert (small["tokens"], big["tokens"]) == (20, 256)
         for request in (small, big):

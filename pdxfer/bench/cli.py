@@ -128,7 +128,7 @@ def _report(
 
     console = Console(highlight=False)
     if not console.is_terminal:
-        console = Console(highlight=False, width=120)
+        console = Console(highlight=False, width=140)
     console.print(results["what"], style="bold", markup=False)
     show(console, results)
     _show_machine(console, facts)
@@ -207,21 +207,21 @@ def _show_copy(console: Console, results: dict[str, Any]) -> None:
 
 
 def _show_handoff(console: Console, results: dict[str, Any]) -> None:
-    columns = ("way", "request", "MB", "offer", "fetch", "copy alone", "added p50 / p90 / p99", "GB/s", "calls", "")
-    table = _table("ms", *columns)
+    columns = ("ms", "MB", "offer", "fetch", "copy", "added p50 / p90 / p99", "GB/s (copy)", "calls x ms", "")
+    table = _table("", *columns)
     for way in results["ways"]:
+        call_ms = way["control_call"]["p50_ms"]
         for row in way["requests"]:
             targets = results["targets"]
             aimed = (way["way"], row["request"]) == (targets["way"], targets["request"])
             verdict = _verdict(row["added_ms"]["p50"], targets["added_p50_ms"], at_most=True) if aimed else ""
             table.add_row(
-                way["way"],
-                row["request"],
+                f"{way['way']}: {row['request']}",
                 f"{row['payload_bytes'] / 1e6:,.1f}",
                 *(f"{row[part]['p50_ms']:.2f}" for part in ("offer", "fetch", "copy_alone")),
                 " / ".join(f"{row['added_ms'][p]:.2f}" for p in ("p50", "p90", "p99")),
-                f"{row['gb_per_s']:.2f} of {row['copy_alone_gb_per_s']:.2f}",
-                f"{sum(row['rpcs_per_request'].values()):.2f}",
+                f"{row['gb_per_s']:.2f} ({row['copy_alone_gb_per_s']:.2f})",
+                f"{sum(row['rpcs_per_request'].values()):.2f} x {call_ms:.2f}",
                 verdict,
             )
     console.print(table)

@@ -3,7 +3,8 @@
 In come sizes; out come latencies of offer and fetch, what of them was the copy itself, calls and bytes. The router's
 part (a ticket's way from one engine to the other) is not in it: the offer is timed in the source's process, the fetch
 in the target's. *The copy itself* is the same request, between two buffers of one process, without digests, its
-programs and page tables worked out before; it is measured between the fetches.
+programs and page tables worked out before; it is measured between the fetches. ``control_call`` is an empty call to the
+source's control server: a hand-off makes two.
 
 ::
 
@@ -22,9 +23,10 @@ import numpy as np
 
 from pdxfer import packing
 from pdxfer.agent import Agent, AgentConfig, Received
-from pdxfer.bench.measure import Samples, Tick, contiguous_copy, quantile
+from pdxfer.bench.measure import Samples, Tick, contiguous_copy, quantile, repeat
 from pdxfer.bench.peer import Child, answer, questions
 from pdxfer.builders import Parallel, Storage, build_layout
+from pdxfer.control import ControlClient
 from pdxfer.driver import EdgeStats
 from pdxfer.errors import MisuseError
 from pdxfer.layout import Layout
@@ -118,7 +120,7 @@ def _run_way(way: Way, options: HandoffOptions, tick: Tick) -> dict[str, Any]:
     layout = _layout(options.big_tokens, target=True)
     asked = {"transport": way.transport, "mode": way.mode, "digests": way.digests, "tokens": options.big_tokens}
     with Child(_MODULE, **asked) as child, Agent(_config(way, "decode")) as agent:
-        child.hear()
+        address = child.hear()["address"]
         regions = agent.allocate(layout.ranks[0])
         agent.attach(layout, regions)
         agent.start()
@@ -126,7 +128,10 @@ def _run_way(way: Way, options: HandoffOptions, tick: Tick) -> dict[str, Any]:
         sizes = {"small": (options.small_tokens, 10 * options.repeats), "big": (options.big_tokens, options.repeats)}
         requests = [bench.run(name, *size, lambda what: tick(f"{way.name}: {what}")) for name, size in sizes.items()]
         agent.check_integrity()
-        return {"way": way.name, "requests": requests, "source": child.ask(do="check")}
+        with ControlClient(address) as client:
+            call = repeat(client.health, 10 * options.repeats, warmup=5)
+        source = child.ask(do="check")
+        return {"way": way.name, "requests": requests, "control_call": call.to_json(), "source": source}
 
 
 class _HandoffBench:
@@ -255,7 +260,7 @@ def _child(transport: str, mode: str, digests: bool, tokens: int) -> None:
             view[:] = np.frombuffer(rng.bytes(len(view)), np.uint8)
         agent.attach(layout, regions)
         agent.start()
-        answer(ready=True)
+        answer(address=agent.address)
         tables: dict[int, dict[str, list[int]]] = {}
         for question in questions():
             if question["do"] == "offer":

@@ -26,7 +26,7 @@ where the next page follows. Pieces do not depend on the layer, so a request's p
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -133,14 +133,14 @@ class EdgeProgram:
         self.source_rank: RankLayout = giving.ranks[edge.source]
         self.target_rank: RankLayout = plan.target.ranks[edge.target]
         self.chunk_bytes, self.segment_bytes = chunk_bytes, min(segment_bytes, chunk_bytes)
-        self._rows: dict[object, Offsets] = {}
         self._pieces: dict[object, tuple[_Pieces, object]] = {}  # the object keeps the sides, so their ids stay theirs
         self._copiers: dict[object, tuple[RowCopy, object]] = {}
         self._bound: dict[object, tuple[BoundCopy, object]] = {}
-        self.rows: tuple[Offsets, ...] = tuple(self._item_rows(item) for item in self.items)
+        self.rows: tuple[Offsets, ...] = tuple(self._all_rows())
+        row_bytes = plan.row_bytes.get(edge, ())
         sizes = tuple(
-            (len(item.layers), len(rows), self.row_bytes(item))
-            for item, rows in zip(self.items, self.rows, strict=True)
+            (len(item.layers), len(rows), nbytes)
+            for item, rows, nbytes in zip(self.items, self.rows, row_bytes, strict=True)
         )
         self.chunks: tuple[Chunk, ...] = _cut(sizes, self.chunk_bytes, self.segment_bytes)
         self.payload_bytes: int = sum(chunk.nbytes for chunk in self.chunks)
@@ -227,26 +227,23 @@ class EdgeProgram:
             known = self._pieces[key] = _find_pieces(rows, ends), ends
         return known[0]
 
-    def _item_rows(self, item: CopyItem) -> Offsets:
-        """Rows of the request that the stripe covers and both sides own."""
-        start, stop = self.shape.rows(self.plan.target.spec[item.component])
-        key = (
-            start,
-            stop,
-            item.stripe,
-            item.stripes,
-            *(o for o in (item.source_tokens, item.target_tokens) if o.size > 1),
-        )
-        if key not in self._rows:
-            n = stop - start
-            rows = np.arange(
-                start + n * item.stripe // item.stripes, start + n * (item.stripe + 1) // item.stripes, dtype=np.int64
-            )
-            for own in (item.source_tokens, item.target_tokens):
-                if own.size > 1:
+    def _all_rows(self) -> Iterator[Offsets]:
+        """For each item the rows of the request that its stripe covers and both sides own; equal ones are shared."""
+        known: dict[object, Offsets] = {}
+        spans: dict[str, tuple[int, int]] = {}
+        for item in self.items:
+            if item.component not in spans:
+                spans[item.component] = self.shape.rows(self.plan.target.spec[item.component])
+            start, stop = spans[item.component]
+            n, owners = stop - start, [o for o in (item.source_tokens, item.target_tokens) if o.size > 1]
+            first, last = start + n * item.stripe // item.stripes, start + n * (item.stripe + 1) // item.stripes
+            key = (first, last, *owners)
+            if key not in known:
+                rows = np.arange(first, last, dtype=np.int64)
+                for own in owners:
                     rows = rows[(rows // own.interleave) % own.size == own.index]
-            self._rows[key] = rows
-        return self._rows[key]
+                known[key] = rows
+            yield known[key]
 
 
 @lru_cache(maxsize=256)

@@ -106,6 +106,15 @@ class Plan:
                 found[Edge(rank, rank % len(self.target), False)] = []
         return {edge: tuple(found[edge]) for edge in sorted(found, key=lambda e: (e.relay, e.source, e.target))}
 
+    @cached_property
+    def row_bytes(self) -> dict[Edge, tuple[int, ...]]:
+        """Bytes of one row of one layer of each item, as it travels, in the order of ``edges``."""
+        found = {}
+        for edge, items in self.edges.items():
+            holdings = (self.target if edge.relay else self.source).ranks[edge.source].holdings
+            found[edge] = tuple(item.box.volume * holdings[item.source_holding].itemsize for item in items)
+        return found
+
     def readers(self, source: int, *, relay: bool = False) -> tuple[int, ...]:
         """Target ranks that read from ``source``."""
         return tuple(e.target for e in self.edges if e.source == source and e.relay == relay)

@@ -404,6 +404,50 @@ def test_a_cancelled_fetch_frees_both_sides():
         withdraw(source, "one", ends)
 
 
+def test_pages_that_a_thread_still_reads_stay_quarantined():
+    """The lock that a serving thread holds while it packs is taken, as if it were just packing."""
+    gate = Gate("receive")
+    with pair(*layouts(Parallel(), Parallel())) as (source, target):
+        agent = target.agents[0]
+        agent.transports["memory"] = gate.wrap(agent.transports["memory"])
+        ends = Ends()
+        ticket = source.offer("one", TOKENS, on_end=ends)
+        target.reserve("one", TOKENS)
+        (fetch,) = target.start(ticket, "one")
+        with gate.closed():
+            (record,) = source.agents[0].source._by_session.values()
+            (session,) = record.sessions.values()
+            assert session._busy.acquire(timeout=60.0)
+            fetch.cancel()
+        with pytest.raises(AbortedError):
+            fetch.wait()
+        assert fetch.state is State.FREE
+        source.agents[0].source.sweep()
+        assert record.hold.state is State.QUARANTINED
+        assert not ends.outcomes
+        session._busy.release()
+        ends.wait(1)
+        assert record.hold.state is State.FREE
+
+
+def test_pages_that_a_thread_still_writes_are_not_free_at_the_deadline():
+    gate = Gate("receive")
+    with pair(*layouts(Parallel(tp=2), Parallel())) as (source, target):
+        agent = target.agents[0]
+        agent.transports["memory"] = gate.wrap(agent.transports["memory"])
+        ends = Ends()
+        ticket = source.offer("one", TOKENS, on_end=ends)
+        target.reserve("one", TOKENS)
+        (fetch,) = target.start(ticket, "one", timeout_s=0.3)
+        with gate.closed():
+            assert not fetch.join(0.8)
+            assert fetch.state in (State.RECEIVING, State.QUARANTINED)
+        with pytest.raises(DeadlineError):
+            fetch.wait()
+        assert fetch.state is State.FREE
+        withdraw(source, "one", ends)
+
+
 def test_cancel_after_ready_is_too_late():
     with pair(*layouts(Parallel(), Parallel())) as (source, target):
         ticket = source.offer("one", TOKENS)

@@ -14,6 +14,7 @@ import pytest
 from pdxfer import wire
 from pdxfer.agent import AgentConfig
 from pdxfer.builders import Parallel, Storage, build_layout
+from pdxfer.control import ControlClient
 from pdxfer.errors import (
     AbortedError,
     CorruptError,
@@ -28,7 +29,9 @@ from pdxfer.errors import (
     TransportError,
 )
 from pdxfer.layout import Layout
+from pdxfer.messages import Abort, Complete, Mode, Open, Renew
 from pdxfer.packing import KERNELS, native_available
+from pdxfer.plan import make_plan
 from pdxfer.spec import Ownership, Rule
 from pdxfer.testing.faults import Fault, FaultPlan, FaultyTransport
 from pdxfer.testing.oracle import Oracle
@@ -432,12 +435,12 @@ def test_pages_that_a_thread_still_reads_stay_quarantined():
 
 def test_pages_that_a_thread_still_writes_are_not_free_at_the_deadline():
     gate = Gate("receive")
-    with pair(*layouts(Parallel(tp=2), Parallel())) as (source, target):
+    with pair(*layouts(Parallel(tp=2), Parallel()), mode="packed", chunk_bytes=4096, window=1) as (source, target):
         agent = target.agents[0]
         agent.transports["memory"] = gate.wrap(agent.transports["memory"])
         ends = Ends()
-        ticket = source.offer("one", TOKENS, on_end=ends)
-        target.reserve("one", TOKENS)
+        ticket = source.offer("one", LONG, on_end=ends)
+        target.reserve("one", LONG)
         (fetch,) = target.start(ticket, "one", timeout_s=0.3)
         with gate.closed():
             assert not fetch.join(0.8)
@@ -659,6 +662,109 @@ def test_an_engine_s_own_callback_can_t_break_the_agent():
         ended = threading.Event()
         source.offer("three", TOKENS, on_end=lambda *_: ended.set())
         assert ended.wait(60.0), "the sweeper must have survived the end of the second"
+
+
+def opening(source: Worker, target: Worker, text: str, **changes) -> Open:
+    """The Open that target rank 0 sends source rank 0, with changes."""
+    right = Open(
+        transfer=Ticket.decode(text).transfer,
+        ticket=text.encode(),
+        epoch=target.agents[0].epoch,
+        source_epoch=source.agents[0].epoch,
+        target_worker="D",
+        target_rank=0,
+        layout_digest=target.layout.digest,
+        plan_digest=make_plan(source.layout, target.layout).digest,
+        first_token=0,
+        relay=False,
+        transport=source.agents[0]._listeners[0].contact_address,
+        mode=Mode.PACKED,
+        chunk_bytes=4096,
+    )
+    return replace(right, **changes)
+
+
+def test_what_a_target_may_not_ask():
+    """Control calls made by hand, as by a peer that breaks the rules."""
+    with pair(*layouts(Parallel(), Parallel(tp=2, ranks_per_host=1))) as (source, target):
+        hand_over(source, target, "before")
+        ends = Ends()
+        ticket, other = source.offer("one", TOKENS, on_end=ends), source.offer("two", TOKENS)
+        wrong = {
+            StaleError: [{"source_epoch": bytes(16)}, {"layout_digest": "0" * 64}, {"transfer": "two"}],
+            TicketError: [{"ticket": b"nonsense"}, {"target_rank": 2}],
+            IncompatibleError: [{"plan_digest": "0" * 64}],
+            MisuseError: [{"first_token": TOKENS + 1}, {"transport": "pigeon://loft"}],
+            ExhaustedError: [{"relay": True}],
+        }
+        with ControlClient(source.agents[0].address) as client:
+            for expected, changes in wrong.items():
+                for change in changes:
+                    with pytest.raises(expected):
+                        client.open(opening(source, target, ticket, **change))
+            opened = client.open(opening(source, target, ticket))
+            about = {"transfer": "one", "epoch": bytes(16), "target_worker": "D", "target_rank": 0}
+            about["session"] = opened.session
+            done = {**about, "source_epoch": source.agents[0].epoch, "payload_bytes": 0}
+            done["generation"] = opened.generation
+            for expected, change in [(StaleError, {"session": bytes(16)}), (StaleError, {"transfer": "two"}),
+                                     (StaleError, {"source_epoch": bytes(16)}), (TicketError, {"target_rank": 1}),
+                                     (StaleError, {"generation": opened.generation + 1})]:  # fmt: skip
+                with pytest.raises(expected):
+                    client.complete(Complete(**{**done, **change}))
+            with pytest.raises(StaleError):
+                client.renew(Renew(**{**about, "session": bytes(16)}))
+            assert client.renew(Renew(**about)).lease_s == 30.0
+            assert client.abort(Abort(**{**about, "session": b""}, reason="stranger")).state == "unknown"
+            assert not ends.outcomes
+            assert client.abort(Abort(**about, reason="enough")).state.startswith("aborted")
+            assert client.abort(Abort(**about, reason="again")).state.startswith("aborted")
+        ends.wait(1)
+        target.reserve("two", TOKENS)
+        for received in target.fetch(other, "two"):
+            received.release()
+
+
+def test_only_siblings_with_the_ticket_get_a_fan_out():
+    gate, spec = Gate("receive"), hybrid_spec()
+    spec = replace(spec, components=tuple(c for c in spec.components if c.name == "latent"))
+    with pair(*layouts(Parallel(), Parallel(tp=2), spec=spec), mode="packed") as (source, target):
+        reader, giver = target.agents
+        reader.transports["memory"] = gate.wrap(reader.transports["memory"])
+        ticket, other = source.offer("one", 1), source.offer("two", 1)
+        target.reserve("one", 1)
+        fetches = target.start(ticket, "one")
+        with gate.closed(), ControlClient(giver.address) as client:
+            for change in ({"target_worker": "E"}, {"ticket": other.encode()}, {"ticket": b""}):
+                message = opening(source, target, ticket, relay=True, source_epoch=giver.epoch, **change)
+                with pytest.raises(TicketError, match="sibling"):
+                    client.open(message)
+        for done in settle(fetches):
+            done.release()
+        for agent in source.agents:
+            agent.withdraw("two")
+
+
+@pytest.mark.parametrize(
+    ("lie", "expected"),
+    [
+        ({"chunks": 1 << 10}, IncompatibleError),
+        ({"payload_bytes": 1}, IncompatibleError),
+        ({"epoch": bytes(16)}, StaleError),
+        ({"session": bytes(16)}, TicketError),
+        ({"generation": 1 << 30}, CorruptError),
+        ({"mode": Mode.DIRECT}, PeerError),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else value.__name__,
+)
+def test_a_source_that_lies_about_what_it_opened(lie, expected):
+    with pair(*layouts(Parallel(), Parallel()), mode="packed") as (source, target):
+        liar = source.agents[0].source
+        honest = liar.open
+        liar.open = lambda *asked: replace(honest(*asked), **lie)
+        fails(source, target, expected, timeout_s=5.0)
+        liar.open = honest
+        hand_over(source, target, "again")
 
 
 # ---------------------------------------------------------------- leases

@@ -151,11 +151,13 @@ class Source:
             first_token=message.first_token,
             state_tokens=record.shape.state_tokens,
         )
+        readers = plan.readers(self.config.rank, relay=message.relay)
+        if message.target_rank not in readers:
+            raise TicketError(f"{message.transfer}: target rank {message.target_rank} does not read from this rank")
         edge = Edge(self.config.rank, message.target_rank, message.relay)
         program = EdgeProgram(plan, edge, shape, chunk_bytes=message.chunk_bytes)
         served = self._session(message, record, program)
         with self._lock:
-            readers = plan.readers(self.config.rank, relay=message.relay)
             record.offer.open(time.monotonic(), message.target_rank, readers, served.session)
             record.sessions[served.session] = served
             self._by_session[served.session] = record

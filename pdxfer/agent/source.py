@@ -43,10 +43,13 @@ OnEnd = Callable[[str, str], None]
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Record:
-    """One transfer that others read from us; a relay has a plan and ``ready``, an engine's offer has a hold."""
+    """One transfer that others read from us; a relay has a plan and ``ready``, an engine's offer has a hold.
+
+    Once it has ended and is quiet, only what answers repeated calls is kept: no side, no sessions, their names alone.
+    """
 
     offer: Offer
-    side: Side
+    side: Side | None
     shape: RequestShape
     hold: Hold | None = None
     on_end: OnEnd | None = None
@@ -54,10 +57,15 @@ class _Record:
     ticket_text: bytes = b""
     ready: threading.Event | None = None
     sessions: dict[bytes, SourceSession] = field(default_factory=dict)
+    session_names: list[bytes] = field(default_factory=list)
 
     def quiet(self) -> bool:
         """Whether no thread reads its pages, nor will."""
         return all(session.quiet() for session in self.sessions.values())
+
+    def forget_request(self) -> None:
+        """Drop what grows with the request's length."""
+        self.side, self.sessions = None, {}
 
 
 class Source:
@@ -124,7 +132,7 @@ class Source:
     def withdraw(self, transfer: str, why: str = "withdrawn") -> None:
         """End an offer; unknown and ended ones are ignored."""
         record = self._records.get((False, transfer))
-        if record is not None and record.offer.end(why):
+        if record is not None and self._first_end(record, why):
             self._give_up(record)
 
     def withdraw_all(self, why: str) -> None:
@@ -132,8 +140,13 @@ class Source:
         with self._lock:
             records = list(self._records.values())
         for record in records:
-            if record.offer.end(why):
+            if self._first_end(record, why):
                 self._give_up(record)
+
+    def _first_end(self, record: _Record, why: str) -> bool:
+        """End an offer under the lock: every session that was admitted before is then known to ``_give_up``."""
+        with self._lock:
+            return record.offer.end(why)
 
     # -- for peers, by control call ------------------------------------------------------------------
 
@@ -160,6 +173,7 @@ class Source:
         with self._lock:
             record.offer.open(time.monotonic(), message.target_rank, readers, served.session)
             record.sessions[served.session] = served
+            record.session_names.append(served.session)
             self._by_session[served.session] = record
         return Opened(
             epoch=self.epoch,
@@ -199,6 +213,9 @@ class Source:
         return record
 
     def _session(self, message: Open, record: _Record, program: EdgeProgram) -> SourceSession:
+        side = record.side
+        if side is None:
+            raise StaleError(f"{message.transfer}: the source has ended this transfer", reason="TRANSFER_ENDED")
         mode = self._mode(message, program)
         arena = self.memory.arena(message.transport.partition("://")[0])
         largest = max((c.nbytes for c in program.chunks), default=0)
@@ -213,7 +230,7 @@ class Source:
             session=secrets.token_bytes(16),
             mode=mode,
             program=program,
-            source=record.side,
+            source=side,
             regions=self.memory.regions,
             check_live=lambda: record.offer.check_live(time.monotonic()),
             staging=arena,
@@ -235,7 +252,9 @@ class Source:
             record = self._record(message.session, message.transfer)
             now_s = time.monotonic()
             last = record.offer.complete(now_s, message.target_rank, message.session, message.generation)
-        record.sessions[message.session].finish()
+            served = record.sessions.get(message.session)
+        if served is not None:
+            served.finish()
         if last:
             self._count(record)
             self._free(record, Event.LAST_DONE)
@@ -261,9 +280,10 @@ class Source:
     def lookup(self, session: bytes) -> SourceSession:
         """The session that a data channel's Hello names; raises TicketError."""
         record = self._by_session.get(session)
-        if record is None:
-            raise TicketError("no such session here", reason="UNKNOWN_SESSION")
-        return record.sessions[session]
+        served = None if record is None else record.sessions.get(session)
+        if served is None:
+            raise TicketError("no such session here (any more)", reason="UNKNOWN_SESSION")
+        return served
 
     def _record(self, session: bytes, transfer: str) -> _Record:
         record = self._by_session.get(session)
@@ -309,9 +329,12 @@ class Source:
         record = self._records.get((True, transfer))
         if record is None:
             return True
-        if record.offer.end(why):
+        if self._first_end(record, why):
             self._give_up(record)
-        return record.quiet()
+        quiet = record.quiet()
+        if quiet:
+            record.forget_request()
+        return quiet
 
     # -- inside --------------------------------------------------------------------------------------
 
@@ -327,7 +350,7 @@ class Source:
             candidate = self._records[old]
             if candidate.offer.ended and candidate not in self._quarantined:
                 del self._records[old]
-                for session in candidate.sessions:
+                for session in candidate.session_names:
                     self._by_session.pop(session, None)
                 return
 
@@ -355,6 +378,7 @@ class Source:
             self._free(record, Event.QUIET)
 
     def _free(self, record: _Record, event: Event) -> None:
+        record.forget_request()
         if record.hold is not None:
             self.memory.ledger.fire(record.hold, event)
         if record.on_end is None:

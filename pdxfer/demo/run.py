@@ -24,7 +24,7 @@ import numpy as np
 from pdxfer.demo.models import variant
 from pdxfer.demo.outcome import Held, Outcome, compare_states, kinds, timing
 from pdxfer.demo.worker import PRELOAD, ROUNDS, Job, Link, array_from, rank_main
-from pdxfer.errors import DeadlineError, MisuseError, PeerError
+from pdxfer.errors import DeadlineError, MisuseError, PdxferError, PeerError
 from pdxfer.spec import CacheSpec
 from pdxfer.ticket import Ticket
 
@@ -37,6 +37,7 @@ __all__ = ["ALL_PAIRS", "Options", "run_demo"]
 ALL_PAIRS = ((4, 2), (2, 4), (3, 2), (1, 4))
 
 _COPY_BYTES = 64 << 20
+_SIGNAL_SEEN_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,9 +139,22 @@ def _started(options: Options) -> Iterator[tuple[_Group, _Group, _Group]]:
                 start("decode", options.decode_tp, options.decode_page_tokens),
                 start("reference", 1, 1),
             )
+        except PdxferError as error:
+            if killed := _killed(processes):
+                raise killed from error
+            raise
         finally:
             for process in processes:
                 process.close()
+
+
+def _killed(processes: Sequence[_Process]) -> PeerError | None:
+    """The first process that a signal ended: others then fail as well, and may say so before we see it."""
+    wait([p.process.sentinel for p in processes], timeout=_SIGNAL_SEEN_S)
+    for process in processes:
+        if (process.process.exitcode or 0) < 0:
+            return PeerError(f"{process.job.name} ended (exit code {process.process.exitcode})")
+    return None
 
 
 def _job(options: Options, role: str, rank: int, tp: int, page_tokens: int, directory: str) -> Job:

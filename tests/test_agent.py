@@ -719,10 +719,14 @@ def test_what_a_target_may_not_ask():
             assert not ends.outcomes
             assert client.abort(Abort(**about, reason="enough")).state.startswith("aborted")
             assert client.abort(Abort(**about, reason="again")).state.startswith("aborted")
-        ends.wait(1)
-        target.reserve("two", TOKENS)
-        for received in target.fetch(other, "two"):
-            received.release()
+            ends.wait(1)
+            again = client.open(opening(source, target, other))
+            done |= {"transfer": "two", "session": again.session, "generation": again.generation}
+            states = [client.complete(Complete(**done)).state for _ in range(2)]
+            last = client.open(opening(source, target, other, target_rank=1))
+            done |= {"target_rank": 1, "session": last.session}
+            states += [client.complete(Complete(**done)).state for _ in range(3)]
+            assert states == ["leased"] * 2 + ["completed"] * 3, "repeated calls get the same answer"
 
 
 def test_only_siblings_with_the_ticket_get_a_fan_out():

@@ -153,6 +153,7 @@ class Source:
     def open(self, message: Open, layout: Layout, deadline_s: float) -> Opened:
         """Admit one reader of one transfer and promise what it will get."""
         record = self._admit(message)
+        record.offer.check_live(time.monotonic())  # first, since it knows why a transfer ended
         plan = record.plan or make_plan(self.memory.layout, layout)
         if plan.digest != message.plan_digest:
             why = "the two sides plan differently"

@@ -23,17 +23,19 @@ import itertools
 import math
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from pdxfer.errors import IncompatibleError, InternalError
+from pdxfer.footprint import Footprints
 from pdxfer.layout import Box, Holding, Layout, TokenOwnership, boxes_cover
 from pdxfer.spec import Component, Growth, canonical_digest, compare_specs
 
 __all__ = ["CopyItem", "Edge", "Plan", "make_plan"]
 
 _STRIPES_MAX = 64
+_STEPS_MAX = 1 << 22  # some seconds; a worker of 64 ranks to another of 64 needs a tenth of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,54 +171,90 @@ def make_plan(source: Layout, target: Layout, *, fan_out: bool = True) -> Plan:
 def _make_plan(source: Layout, target: Layout, fan_out: bool) -> Plan:
     if source.spec.digest != target.spec.digest:
         compare_specs(source.spec, target.spec)
+    _check_apart(target)
     items: list[CopyItem] = []
+    work = _Work()
     for component in target.spec.components:
-        items += _component_items(component, source, target, fan_out)
+        items += _component_items(component, source, target, fan_out, work)
     plan = Plan(source=source, target=target, fan_out=fan_out, items=tuple(items))
     prove(plan)
     return plan
 
 
-def _component_items(component: Component, source: Layout, target: Layout, fan_out: bool) -> Iterator[CopyItem]:
+class _Work:
+    """What planning one pair may cost: layouts come from peers, and 100 kB of tiny boxes would take a day."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def spend(self, component: Component, steps: int) -> None:
+        """Count; raises IncompatibleError beyond the bound."""
+        self.steps += steps
+        if self.steps > _STEPS_MAX:
+            found, why = f"more than {_STEPS_MAX} steps", "the boxes of the two sides are too finely cut to plan"
+            raise IncompatibleError(component.name, "planning", "any", found, why=why)
+
+
+def _component_items(
+    component: Component, source: Layout, target: Layout, fan_out: bool, work: _Work
+) -> Iterator[CopyItem]:
     givers = _classes(component.name, source, by_host=False)
     takers = _classes(component.name, target, by_host=True, split=not fan_out)
-    _check_complete(component, takers)
+    _check_complete(component, takers, work)
     for turn, taker in enumerate(takers):
+        work.spend(component, len(givers))
         for layers, candidates in _by_layer_sources(taker, givers):
             if not candidates:
                 raise IncompatibleError(component.name, f"layers {_span(layers)}", "not held", "wanted")
-            for cell in _cells(taker.box, [c.box for c in candidates]):
+            for cell in _cells(component, taker.box, [c.box for c in candidates], work):
                 holders = [c for c in candidates if c.box.contains(cell)]
                 if not holders:
                     raise IncompatibleError(component.name, f"box {_show(component, cell)}", "not held", "wanted")
                 for replicas in _token_families(component, holders):
+                    work.spend(component, len(taker.members) * len(taker.members))
                     yield from _stripes(component, layers, cell, replicas, taker, turn, source, target)
 
 
 def _classes(name: str, layout: Layout, *, by_host: bool, split: bool = False) -> list[_Class]:
-    """Group a component's holdings into classes; targets of different hosts stay apart."""
-    groups: dict[tuple[tuple[int, ...], Box, TokenOwnership, int], list[tuple[int, int]]] = defaultdict(list)
+    """Group a component's holdings into classes; targets of different hosts, and of different dtypes, stay apart.
+
+    What was rounded for one target rank must not be handed on to another that stores it exactly.
+    """
+    groups: dict[tuple[tuple[int, ...], Box, TokenOwnership, object], list[tuple[int, int]]] = defaultdict(list)
     for rank in layout.ranks:
         for index, h in enumerate(rank.holdings):
             if h.component == name:
-                apart = rank.rank if split else rank.host if by_host else 0
+                apart = (rank.rank if split else rank.host, h.dtype, h.record_format) if by_host else 0
                 groups[(h.layers, h.box, h.tokens, apart)].append((rank.rank, index))
     layer_sets = {key[0]: frozenset(key[0]) for key in groups}
     return [_Class(*key[:3], tuple(members), layer_sets[key[0]]) for key, members in groups.items()]
 
 
-def _check_complete(component: Component, takers: Sequence[_Class]) -> None:
+def _check_complete(component: Component, takers: Sequence[_Class], work: _Work) -> None:
     """The target worker as a whole must hold every element, or decode would miss state."""
     whole = Box((0,) * len(component.shape), component.shape)
     everything = _Class(component.layers, whole, TokenOwnership(), (), frozenset(component.layers))
     for layers, holders in _by_layer_sources(everything, takers):
-        for cell in _cells(whole, [h.box for h in holders]):
+        for cell in _cells(component, whole, [h.box for h in holders], work):
             found = [h for h in holders if h.box.contains(cell)]
             if not found:
                 raise IncompatibleError(
                     component.name, f"layers {_span(layers)}, box {_show(component, cell)}", "held", "not held"
                 )
             list(_token_families(component, found))
+
+
+def _check_apart(target: Layout) -> None:
+    """What arrives must not be written over what else arrives."""
+    footprints = Footprints()
+    for rank in target.ranks:
+        if (found := footprints.first_collision(rank)) is not None:
+            (component, layer), (other, other_layer) = found
+            where, shared = (
+                f"memory of layer {layer} on rank {rank.rank}",
+                f"shared with {other} of layer {other_layer}",
+            )
+            raise IncompatibleError(component, where, "apart", shared, why="each needs bytes of its own")
 
 
 def _by_layer_sources(taker: _Class, givers: Sequence[_Class]) -> Iterator[tuple[tuple[int, ...], list[_Class]]]:
@@ -239,9 +277,8 @@ def _by_layer_sources(taker: _Class, givers: Sequence[_Class]) -> Iterator[tuple
         yield tuple(layers), [near[i] for i in who]
 
 
-def _cells(whole: Box, boxes: Iterable[Box]) -> Iterator[Box]:
+def _cells(component: Component, whole: Box, boxes: Sequence[Box], work: _Work) -> Iterator[Box]:
     """Cut ``whole`` at every edge of ``boxes``: each cell lies wholly in or wholly out of each of them."""
-    boxes = list(boxes)
     if all(box.contains(whole) for box in boxes):
         yield whole
         return
@@ -249,6 +286,8 @@ def _cells(whole: Box, boxes: Iterable[Box]) -> Iterator[Box]:
     for axis, (start, stop) in enumerate(zip(whole.starts, whole.stops, strict=True)):
         edges = {start, stop} | {e for b in boxes for e in (b.starts[axis], b.stops[axis]) if start < e < stop}
         spans.append(list(itertools.pairwise(sorted(edges))))
+    count = math.prod(map(len, spans))
+    work.spend(component, count * (len(boxes) + count // 8))  # the proof compares cells with one another
     for cell in itertools.product(*spans):
         yield Box(tuple(a for a, _ in cell), tuple(b for _, b in cell))
 

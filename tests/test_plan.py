@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from dataclasses import fields, replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from pdxfer.builders import Parallel, Storage, build_layout
+from pdxfer.builders import PLACEMENTS, Parallel, Storage, build_layout
 from pdxfer.errors import IncompatibleError, InternalError
-from pdxfer.layout import Box, Holding, Layout, RankLayout, TokenOwnership
+from pdxfer.footprint import Footprints
+from pdxfer.layout import Box, Holding, Layout, RankLayout, RegionShape, TokenOwnership
 from pdxfer.models import load_config, spec_from_config
 from pdxfer.packing import EdgeProgram, RequestShape
 from pdxfer.plan import CopyItem, Edge, Plan, make_plan, prove
-from pdxfer.spec import Ownership, Rule
+from pdxfer.spec import Axis, Ownership, Rule
 from pdxfer.testing.strategies import preset_spec
 
 HYBRID = preset_spec("kimi-linear-48b-a3b")
@@ -345,3 +349,94 @@ def test_opaque_records_move_only_unchanged():
     assert (error.component, error.field, error.target) == ("latent", "record_format", "nvfp4_ds_mla")
     error = refusal(same[0], altered(layout(HYBRID, Storage(page_tokens=64)), opaque("fp8_ds_mla")))
     assert (error.component, error.field, error.source, error.target) == ("latent", "page_rows", 16, 64)
+
+
+def test_what_is_rounded_for_one_rank_is_not_handed_on_to_another():
+    """Two ranks of one host want the same S, one of them exactly: it gets its own from the source."""
+    agreed = {"accepts": ("float32", "bfloat16")}
+    whole = {"ownership": {"S": REPLICATED}}
+    exact, rounded = (layout(GQA, Storage(state_dtype=d, **agreed), tp=2, **whole) for d in ("float32", "bfloat16"))
+    target = Layout(spec=GQA, ranks=(rounded.ranks[0], exact.ranks[1]))
+    items = [i for i in make_plan(layout(GQA, Storage(**agreed)), target).items if i.component == "S"]
+    assert {(i.target, i.relay, i.converts) for i in items} == {(0, False, True), (1, False, False)}
+
+
+# ---------------------------------------------------------------- memory that is written twice
+
+
+def _over(component: str, other: str) -> Layout:
+    """``component`` stored where ``other`` is."""
+    given = layout(GQA)
+    place = next(h for h in given.ranks[0].holdings if h.component == other)
+    where = {"regions": place.regions, "offsets": place.offsets}
+    return altered(given, lambda _, h: replace(h, **where) if h.component == component else h)
+
+
+def _all_layers_at_one_place() -> Layout:
+    return altered(layout(GQA), lambda _, h: replace(h, regions=(h.regions[0],) * len(h.regions)))
+
+
+def _pages_of_two_sizes() -> Layout:
+    """KV and state in one region, but page n of the one is not page n of the other."""
+    return altered(
+        layout(GQA, placement="unified"),
+        lambda _, h: replace(h, page_stride=h.page_stride // 2, pages=h.pages) if h.table.startswith("kv") else h,
+    )
+
+
+@pytest.mark.parametrize(
+    "target",
+    [_over("kv.v", "kv.k"), _all_layers_at_one_place(), _pages_of_two_sizes()],
+    ids=["K and V", "layers", "pages"],
+)
+def test_a_target_that_would_write_over_itself_is_refused(target):
+    """Each tensor alone is sound, and each is verified before the next is written over it."""
+    with pytest.raises(IncompatibleError, match="shared with"):
+        make_plan(layout(GQA), target)
+    make_plan(target, layout(GQA))  # a source is only read: layers may share a cache
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_usual_placements_write_over_nothing(placement, packed):
+    for spec in (HYBRID, GQA):
+        storage = Storage(kv_packed=packed, latent_packed=packed, taps_before=1, kv_order="HND", conv_order="TC")
+        make_plan(layout(spec), layout(spec, storage, placement, tp=2))
+
+
+@given(
+    grids=st.tuples(*[st.lists(st.tuples(st.integers(1, 9), st.integers(1, 4)), max_size=3).map(tuple)] * 2),
+    distance=st.integers(-30, 30),
+    pages=st.tuples(st.integers(1, 12), st.integers(-3, 3), st.integers(0, 3)),
+)
+@settings(max_examples=200, derandomize=True, database=None)
+def test_shared_bytes_are_those_of_point_sets(grids, distance, pages):
+    stride, least, more = pages
+    one, two = (
+        {
+            sum(n * s for n, (s, _) in zip(at, grid, strict=True))
+            for at in itertools.product(*[range(e) for _, e in grid])
+        }
+        for grid in grids
+    )
+    moved = {a + n * stride for a in one for n in range(least, least + more + 1)}
+    shared = bool(moved & {b + distance for b in two})
+    assert Footprints().share(*grids, distance, stride, least, least + more) == shared
+
+
+def test_a_hostile_number_of_cuts_is_refused():
+    """Planning must not take a day because a peer says that it holds a thousand odd boxes."""
+    given = layout(GQA)
+    state = next(h for h in given.ranks[0].holdings if h.component == "S")
+    axes = tuple(Axis(name=name, extent=500) for name in "abc")
+    spec = replace(GQA, components=(replace(GQA["S"], axes=axes, ownership=REPLICATED),))
+    boxes = [Box((n,) * 3, (500,) * 3) for n in range(400)]
+    odd = [
+        replace(state, box=box, layers=state.layers[:1], regions=(n,), offsets=(0,), strides=(1 << 22, 1 << 12, 4),
+                page_stride=1 << 33, pages=1, table=f"t{n}")
+        for n, box in enumerate(boxes)
+    ]  # fmt: skip
+    regions = tuple(RegionShape(name=f"r{n}", nbytes=1 << 40) for n in range(400))
+    hostile = Layout(spec=spec, ranks=(RankLayout(rank=0, regions=regions, holdings=tuple(odd)),))
+    with pytest.raises(IncompatibleError, match="too finely cut"):
+        make_plan(hostile, hostile)

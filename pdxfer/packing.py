@@ -87,6 +87,9 @@ class RequestShape:
     state_tokens: int = 0
 
     def __post_init__(self) -> None:
+        counts = (self.first_token, self.kv_tokens, self.state_tokens)
+        if any(type(n) is not int for n in counts):
+            raise MisuseError(f"impossible request: first_token, kv_tokens, state_tokens {counts} are not all integers")
         if not 0 <= self.first_token <= self.kv_tokens <= _TOKENS_MAX or self.state_tokens < 0:
             raise MisuseError(f"impossible request: first_token {self.first_token}, kv_tokens {self.kv_tokens}")
 
@@ -306,7 +309,7 @@ class Side:
             raise MisuseError(f"rank {rank.rank} has {len(rank.regions)} regions, got {len(buffers)} buffers")
         self.rank = rank
         self.buffers = buffers if isinstance(buffers, Buffers) else Buffers(map(as_buffer, buffers))
-        self.tables: dict[str, Offsets] = {name: np.asarray(table, dtype=np.int64) for name, table in tables.items()}
+        self.tables: dict[str, Offsets] = {name: _page_numbers(name, table) for name, table in tables.items()}
 
     def row_offsets(self, holding: Holding, rows: Offsets, *, page_by_page: bool = False) -> Offsets:
         """Byte offset of each row from ``holding``'s layer offset; checks the page table.
@@ -591,6 +594,19 @@ def _piece_starts(rows: Offsets, step: int) -> Offsets:
 
 def _local_rows(rows: Offsets, own: TokenOwnership) -> Offsets:
     return rows // (own.interleave * own.size) * own.interleave + rows % own.interleave
+
+
+def _page_numbers(name: str, table: Sequence[int] | Offsets) -> Offsets:
+    """A page table as an array; refuses what NumPy would round, parse or wrap into numbers of other pages."""
+    try:
+        found = np.asarray(table)
+    except (TypeError, ValueError) as error:
+        raise MisuseError(f"page table {name!r} is not a list of page numbers: {error}") from error
+    fits = found.size == 0 or (found.dtype.kind in "iu" and int(found.max()) < 1 << 63)
+    if found.ndim != 1 or not fits:
+        what = f"{found.ndim} dimensions of {found.dtype}"
+        raise MisuseError(f"page table {name!r} is not a list of page numbers (-1 for none), it has {what}")
+    return found.astype(np.int64)
 
 
 def check_targets(program: EdgeProgram, side: Side) -> None:

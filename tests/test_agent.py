@@ -171,7 +171,18 @@ def test_small_chunks_in_any_window():
             assert max(edge.messages for rank in received for edge in rank.edges) > 2
 
 
-@pytest.mark.parametrize("wrong", [{"window": 65}, {"window": 0}, {"kernel": "fast"}, {"mode": "both"}, {"lease_s": 0}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"window": 65},
+        {"window": 0},
+        {"kernel": "fast"},
+        {"mode": "both"},
+        {"lease_s": 0},
+        {"lease_s": float("nan")},
+        {"stall_s": float("inf")},
+    ],
+)
 def test_a_configuration_that_can_t_work_is_refused(wrong):
     with pytest.raises(MisuseError, match=next(iter(wrong))):
         AgentConfig(worker="w", **wrong)
@@ -183,6 +194,103 @@ def test_a_prefix_hit_leaves_earlier_rows_untouched(first_token):
         received = hand_over(source, target, "one", first_token=first_token)
         moved = sum(e.component_bytes["kv.k"] for r in received for e in r.edges if not e.relay)
         assert moved == (TOKENS - first_token) * 2 * 2 * 6 * 2
+
+
+@pytest.mark.parametrize("mode", ["packed", "direct"])
+def test_ranks_that_want_different_rows_are_refused(mode):
+    """Stripes of other rows: a sibling would be asked for rows that it has yet to get from another sibling."""
+    with pair(*layouts(Parallel(tp=1), Parallel(tp=4)), mode=mode) as (source, target):
+        ends = Ends()
+        ticket = source.offer("one", TOKENS, on_end=ends)
+        target.reserve("one", TOKENS)
+        fetches = [
+            rank.agent.start_fetch(ticket, rank.tables["one"], first_token=first)
+            for rank, first in zip(target.ranks, (0, 40, 0, 64), strict=True)
+        ]
+        for fetch in fetches:
+            with pytest.raises(PdxferError):
+                fetch.wait()
+            assert fetch.state not in (State.READY, State.HANDED)
+        assert any(type(f._cancel.error) is IncompatibleError for f in fetches)
+        withdraw(source, "one", ends)
+
+
+class LongWay(Tap):
+    """As if what siblings wait for took longer to come than any lease."""
+
+    def __init__(self) -> None:
+        self.agents: list = []
+
+    def received(self, message: Message) -> list[Message]:
+        for agent in self.agents:
+            for (relay, _), record in list(agent.source._records.items()):
+                if relay and not record.ready.is_set():
+                    record.offer.expires_s = 0.0
+        return [message]
+
+
+def test_a_share_is_leased_to_siblings_from_when_it_is_in():
+    way = LongWay()
+    with pair(*layouts(Parallel(tp=1), Parallel(tp=4)), of_target={"wrap": way.wrap}) as (source, target):
+        way.agents = target.agents
+        hand_over(source, target, "one")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda t: t + 0.5, lambda t: [str(n) for n in t], lambda t: None, lambda t: t[None, :], lambda t: t > 0,
+        lambda t: [1 << 70] * len(t), lambda t: 5, lambda t: set(t.tolist()),
+    ],
+    ids=["fractions", "texts", "nothing", "two dimensions", "flags", "huge", "one number", "a set"],
+)  # fmt: skip
+def test_what_is_no_page_table_is_refused(wrong):
+    with pair(*layouts(Parallel(), Parallel())) as (source, target):
+        ticket = source.offer("one", TOKENS)
+        target.reserve("one", TOKENS)
+        tables = {name: wrong(table) for name, table in target.ranks[0].tables["one"].items()}
+        with pytest.raises(MisuseError, match="is not a list of page numbers"):
+            target.agents[0].fetch(ticket, tables)
+        with pytest.raises(MisuseError, match="is not a list of page numbers"):
+            target.agents[0].offer("two", tables, kv_tokens=TOKENS)
+        target.fetch(ticket, "one")[0].release()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"kv_tokens": 70.0}, {"kv_tokens": True}, {"kv_tokens": None}, {"state_tokens": "7"}, {"sampled": (-1,)},
+        {"sampled": (1 << 70,)}, {"sampled": range(20_000)}, {"transfer": ""}, {"transfer": "x" * 257},
+        {"transfer": 5}, {"transfer": "\ud800"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_an_offer_that_no_ticket_can_carry_is_refused(wrong):
+    with pair(*layouts(Parallel(), Parallel())) as (source, _):
+        source.reserve("one", TOKENS)
+        with pytest.raises(MisuseError):
+            source.agents[0].offer(
+                **{"transfer": "one", "tables": source.ranks[0].tables["one"], "kv_tokens": 70, **wrong}
+            )
+
+
+def test_counts_may_be_numpy_s():
+    with pair(*layouts(Parallel(), Parallel())) as (source, target):
+        ticket = source.offer("one", np.int64(TOKENS), sampled=np.array([3, 4]))
+        target.reserve("one", TOKENS)
+        (received,) = target.fetch(ticket, "one", first_token=np.int32(3))
+        assert (received.ticket.kv_tokens, received.ticket.sampled) == (TOKENS, (3, 4))
+        received.release()
+
+
+def test_a_timeout_that_never_passes_is_refused():
+    with pair(*layouts(Parallel(), Parallel())) as (source, target):
+        ends = Ends()
+        ticket = source.offer("one", TOKENS, on_end=ends)
+        target.reserve("one", TOKENS)
+        with pytest.raises(MisuseError, match="timeout"):
+            target.fetch(ticket, "one", timeout_s=float("nan"))
+        withdraw(source, "one", ends)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 16, 17])

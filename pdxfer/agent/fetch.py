@@ -235,6 +235,8 @@ class Fetch:
                     raise DeadlineError(f"{self.ticket.transfer}: not everything came within the deadline")
         if self._cancel.error is not None:
             raise self._cancel.error
+        if time.monotonic() > self.deadline_s:  # however the last calls went: a late success is not one by chance
+            raise DeadlineError(f"{self.ticket.transfer}: not everything came within the deadline")
 
     def _edge(self, plan: Plan, edge: Edge, find: Callable[[], Peer]) -> None:
         """In some thread: open, read and complete one edge; the first error of any edge cancels all."""

@@ -14,6 +14,8 @@ them all in ``close``. Engines never see a peer, a channel or a plan.
 from __future__ import annotations
 
 import itertools
+import math
+import operator
 import os
 import secrets
 import threading
@@ -97,8 +99,8 @@ class AgentConfig:
             raise MisuseError(f"kernel {self.kernel!r} is not here; there are auto, {', '.join(known)}")
         if not 4096 <= self.chunk_bytes <= self.arena_bytes:
             raise MisuseError(f"chunk_bytes {self.chunk_bytes} must be in [4096, arena_bytes {self.arena_bytes}]")
-        if min(self.lease_s, self.stall_s) <= 0:
-            raise MisuseError(f"lease_s and stall_s must be positive: {self}")
+        if not all(0 < seconds < math.inf for seconds in (self.lease_s, self.stall_s)):
+            raise MisuseError(f"lease_s and stall_s must be positive and finite: {self}")
         if not 1 <= self.window <= WINDOW_MESSAGES:
             raise MisuseError(f"window must be in [1, {WINDOW_MESSAGES}], which every channel has room for: {self}")
 
@@ -289,9 +291,11 @@ class Agent(ControlHandler):
         Raises:
             MisuseError: the id is in use, or a page table is wrong; nothing was sealed.
         """
-        shape = RequestShape(kv_tokens=kv_tokens, state_tokens=kv_tokens if state_tokens is None else state_tokens)
+        stands = _plain(kv_tokens if state_tokens is None else state_tokens)
+        shape = RequestShape(kv_tokens=_plain(kv_tokens), state_tokens=stands)
+        tokens = [_plain(token) for token in sampled]
         return self.source.offer(
-            transfer, tables, shape, address=self.address, sampled=sampled, fence=fence, on_end=on_end
+            transfer, tables, shape, address=self.address, sampled=tokens, fence=fence, on_end=on_end
         )
 
     def withdraw(self, transfer: str) -> None:
@@ -314,12 +318,14 @@ class Agent(ControlHandler):
     def _new_fetch(
         self, ticket: Ticket | str, tables: Mapping[str, Sequence[int]], first_token: int, timeout_s: float
     ) -> Fetch:
+        if math.isnan(timeout_s):
+            raise MisuseError("a timeout that is no number never passes")
         parsed = ticket if isinstance(ticket, Ticket) else Ticket.decode(ticket)
         with self._lock:
             if self._stop.is_set():
                 raise MisuseError("the agent is closed")
             try:
-                fetch = Fetch(self, parsed, tables, first_token=first_token, timeout_s=timeout_s)
+                fetch = Fetch(self, parsed, tables, first_token=_plain(first_token), timeout_s=timeout_s)
             except PdxferError as error:
                 self.source.refuse_relay(parsed.transfer, error.message)
                 raise
@@ -441,6 +447,11 @@ def _as_region(region: Any, name: str, exporter: Transport | None) -> Any:
     if isinstance(region, Region) or exporter is None or hasattr(region, "data_ptr"):
         return region
     return exporter.register(region, name)
+
+
+def _plain(number: Any) -> Any:
+    """NumPy's integers, which engines have, as Python's, which a ticket can carry; all else as it is, to be judged."""
+    return number if isinstance(number, bool) or not hasattr(number, "__index__") else operator.index(number)
 
 
 def host_name() -> str:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from pdxfer.driver import SourceSession
 from pdxfer.errors import AbortedError, ExhaustedError, IncompatibleError, MisuseError, StaleError, TicketError
-from pdxfer.messages import Abort, Complete, Completed, Mode, Open, Opened, Renew, Renewed
+from pdxfer.messages import LIMITS, Abort, Complete, Completed, Mode, Open, Opened, Renew, Renewed
 from pdxfer.packing import EdgeProgram, RequestShape, Side
 from pdxfer.plan import Edge, Plan, make_plan
 from pdxfer.ticket import RankTicket, Ticket, seal_rank, unseal
@@ -95,6 +95,8 @@ class Source:
         on_end: OnEnd | None,
     ) -> Ticket:
         """Seal and lease a request's pages; see ``Agent.offer``."""
+        if not isinstance(transfer, str) or not 0 < len(transfer) <= LIMITS["name_chars"]:
+            raise MisuseError(f"a transfer's id is a text of 1 to {LIMITS['name_chars']} characters, got {transfer!r}")
         memory = self.memory
         side = memory.side(tables)
         side.check(memory.layout.spec, shape)
@@ -127,7 +129,12 @@ class Source:
             sampled=tuple(sampled),
         )
         part = RankTicket(rank=self.config.rank, address=address, epoch=self.epoch, generation=hold.generation)
-        return seal_rank(common, part, self._key)
+        try:
+            ticket = seal_rank(common, part, self._key)
+            Ticket.decode(ticket.encode())
+        except (TypeError, ValueError, OverflowError) as error:
+            raise MisuseError(f"{transfer!r}: no ticket can carry this offer: {error}") from error
+        return ticket
 
     def withdraw(self, transfer: str, why: str = "withdrawn") -> None:
         """End an offer; unknown and ended ones are ignored."""
@@ -160,6 +167,10 @@ class Source:
             raise IncompatibleError("*", "plan_digest", plan.digest, message.plan_digest, why=why)
         if record.ready is not None and not record.ready.wait(min(_RELAY_WAIT_S, deadline_s)):
             raise ExhaustedError(f"{message.transfer}: this rank's own share is not in yet", retry_after_s=_RETRY_S)
+        if record.ready is not None and message.first_token != record.shape.first_token:
+            # Stripes of other rows: it would read some that a sibling, not the source, has yet to bring here.
+            mine, why = record.shape.first_token, "ranks of one worker must fetch the same rows"
+            raise IncompatibleError("*", "first_token", mine, message.first_token, why=why)
         shape = RequestShape(
             kv_tokens=record.shape.kv_tokens,
             first_token=message.first_token,
@@ -314,9 +325,10 @@ class Source:
 
     def relay_ready(self, transfer: str) -> None:
         """This rank's share is in and verified: siblings may read it."""
-        ready = self._records[(True, transfer)].ready
-        assert ready is not None
-        ready.set()
+        record = self._records[(True, transfer)]
+        assert record.ready is not None
+        record.offer.expires_s = time.monotonic() + record.offer.lease_s  # until now there was nothing to lease
+        record.ready.set()
 
     def refuse_relay(self, transfer: str, why: str) -> None:
         """Our fetch failed before it could offer anything: siblings need not wait for us until their deadline."""

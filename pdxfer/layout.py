@@ -299,7 +299,7 @@ class Layout:
         """Rebuild a layout from a peer's or a file's JSON; raises MisuseError for anything impossible."""
         try:
             return cls(spec=CacheSpec.from_json(data["spec"]), ranks=tuple(_rank_from_json(r) for r in data["ranks"]))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise MisuseError(f"not a layout: {type(error).__name__} {error}") from error
 
     @classmethod

@@ -271,7 +271,7 @@ class CacheSpec:
                 query_heads=int(data["query_heads"]),
                 components=tuple(_component_from_json(c) for c in data["components"]),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise MisuseError(f"not a cache spec: {type(error).__name__} {error}") from error
 
 

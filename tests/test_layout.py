@@ -129,6 +129,12 @@ def test_one_wrong_value_is_misuse_or_another_layout(where, junk, drop):
     assert Layout.from_bytes(layout.to_bytes()).digest == layout.digest
 
 
+def test_an_infinite_number_is_misuse():
+    spec = b'{"model":"a","num_layers":Infinity,"query_heads":1,"components":[]}'
+    with pytest.raises(MisuseError, match="OverflowError"):
+        Layout.from_bytes(b'{"ranks":[],"spec":' + spec + b"}")
+
+
 def test_deep_nesting_is_misuse():
     with pytest.raises(MisuseError, match="not a layout"):
         Layout.from_bytes(b"[" * 200_000)

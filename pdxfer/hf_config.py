@@ -278,9 +278,12 @@ def load_config(name_or_path: str) -> dict[str, Any]:
     path = Path(name_or_path)
     if name_or_path.lower() in preset_names() and not path.is_file():
         return _decode((_presets() / f"{name_or_path.lower()}.json").read_bytes(), name_or_path)
-    if path.is_dir():
-        path = path / "config.json"
-    if not path.is_file():
+    try:
+        path = path / "config.json" if path.is_dir() else path
+        found = path.is_file()
+    except OSError as error:  # too long for a name, or in a directory that we may not enter
+        raise MisuseError(f"can't read {_show(name_or_path)}: {error.strerror}") from error
+    if not found:
         close = did_you_mean(name_or_path.rsplit("/", 1)[-1].lower(), preset_names())
         hint = close or f"pass the path of a config.json, or a preset: {', '.join(preset_names()[:6])}, ..."
         raise MisuseError(f"{name_or_path!r} is neither a preset nor a file", hint=hint)

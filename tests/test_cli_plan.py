@@ -171,6 +171,9 @@ def test_a_pair_that_does_not_fit_is_refused():
     ("argv", "code", "says"),
     [
         (["plan", "no-such-model"], 2, "neither a preset nor a file"),
+        (["plan", "x" * 5000], 2, "can't read"),
+        (["plan", "qwen3-next-80b-a3b", "--tokens", str(1 << 30)], 2, "--tokens"),
+        (["size", "qwen3-next-80b-a3b", "--concurrency", "9" * 400], 2, "--concurrency"),
         (["plan", "qwen3-next-80b-a3b", "--to", "tpp=2"], 2, "did you mean tp"),
         (["plan", "qwen3-next-80b-a3b", "--to", "state_dtype=float16"], 1, "S: dtype"),
         (["plan", "qwen3-next-80b-a3b", "--tokens", "5", "--first-token", "6"], 2, "beyond --tokens"),

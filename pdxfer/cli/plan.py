@@ -29,7 +29,7 @@ _SHADES = "·░▒▓█"
 @click.option("--from", "source", default="tp=1", show_default=True, metavar="WORKER", help="The source worker.")
 @click.option("--to", "target", default="tp=1", show_default=True, metavar="WORKER", help="The target worker.")
 @click.option(
-    "--tokens", type=click.IntRange(1, 1 << 30), default=32768, show_default=True, help="Tokens of the request."
+    "--tokens", type=click.IntRange(1, 1 << 24), default=32768, show_default=True, help="Tokens of the request."
 )
 @click.option("--first-token", type=click.IntRange(0), default=0, help="Tokens that the target has already.")
 @click.option("--chunk", default="8MiB", show_default=True, metavar="SIZE", help="Upper bound of one message.")

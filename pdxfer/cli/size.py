@@ -26,7 +26,7 @@ __all__ = ["size"]
 @click.argument("model", metavar="MODEL|config.json")
 @click.option("--tp", type=click.IntRange(1), default=1, show_default=True, help="Tensor-parallel size.")
 @click.option("--tokens", type=click.IntRange(1), default=32768, show_default=True, help="Tokens of one request.")
-@click.option("--concurrency", type=click.IntRange(1), default=1, show_default=True, help="Requests at a time.")
+@click.option("--concurrency", type=click.IntRange(1, 1 << 32), default=1, show_default=True, help="Requests at once.")
 @click.option("--dtype", default="", help="Stored dtype of what grows with tokens.  [default: the model's]")
 @click.option("--state-dtype", default="", help="Stored dtype of S.  [default: the config's, else float32]")
 @click.option("--conv-dtype", default="", help="Stored dtype of convolution state.  [default: the model's]")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pdxfer import wire
-from pdxfer.agent import AgentConfig
+from pdxfer.agent import Agent, AgentConfig
 from pdxfer.builders import Parallel, Storage, build_layout
 from pdxfer.control import ControlClient
 from pdxfer.errors import (
@@ -145,6 +145,20 @@ def test_every_transport_carries(scheme, mode):
         assert {edge.transport for ranks in received for rank in ranks for edge in rank.edges} == {scheme}
 
 
+def test_data_comes_by_the_address_that_was_configured():
+    reachable = {"allow_remote": True, "contact_host": "127.0.0.1"}
+    config = {"listen": {"tcp": "tcp://0.0.0.0:0"}, "transport_options": {"tcp": reachable}}
+    with pair(*layouts(Parallel(), Parallel()), transports=("tcp",), of_source=config) as (source, target):
+        hand_over(source, target, "one")
+        (listener,) = source.agents[0]._listeners
+        assert not listener.contact_address.startswith("tcp://0.0.0.0")
+    refused = AgentConfig(worker="w", transports=("tcp",), listen={"tcp": "tcp://0.0.0.0:0"})
+    source, _ = layouts(Parallel(), Parallel())
+    with Agent(refused) as agent, pytest.raises(MisuseError, match="can be reached from other hosts"):
+        agent.attach(source, agent.allocate(source.ranks[0]))
+        agent.start()
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("mode", ["packed", "direct"])
 def test_every_kernel_moves(kernel, mode):
@@ -181,6 +195,7 @@ def test_small_chunks_in_any_window():
         {"lease_s": 0},
         {"lease_s": float("nan")},
         {"stall_s": float("inf")},
+        {"transports": ("shm",), "listen": {"tcp": "tcp://127.0.0.1:0"}},
     ],
 )
 def test_a_configuration_that_can_t_work_is_refused(wrong):

@@ -67,6 +67,7 @@ class AgentConfig:
         worker: name of the worker, unique among peers; rank: this rank's number.
         control: control addresses to bind (``unix:///path``, ``tcp://host:port``); () is a private Unix socket.
         transports: data transports to offer and use, best first; transport_options: by scheme.
+        listen: data addresses to bind, by scheme (``tcp://host:port``); others bind a private one of this host.
         mode: ``auto``, ``packed`` or ``direct``. kernel: ``auto``, ``native``, ``numpy`` or ``torch``.
         arena_bytes: bound of the staging memory of one transport; chunk_bytes: bound of a message.
         window: chunks underway per edge; lease_s: how long an offer waits for its next sign of life.
@@ -79,6 +80,7 @@ class AgentConfig:
     control: tuple[str, ...] = ()
     transports: tuple[str, ...] = ("shm", "tcp")
     transport_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    listen: Mapping[str, str] = field(default_factory=dict)
     mode: str = "auto"
     kernel: str = "auto"
     digests: bool = True
@@ -92,6 +94,8 @@ class AgentConfig:
     def __post_init__(self) -> None:
         if not self.worker or self.rank < 0 or not self.transports:
             raise MisuseError(f"a worker name, a rank and a transport are needed: {self}")
+        if unused := sorted({*self.listen, *self.transport_options} - {*self.transports}):
+            raise MisuseError(f"{unused} have an address or options, but transports are {self.transports}")
         if self.mode not in ("auto", "packed", "direct"):
             raise MisuseError(f"mode must be auto, packed or direct, got {self.mode!r}")
         if self.kernel not in ("auto", *KERNELS) or (self.kernel == "native" and not native_available()):
@@ -202,7 +206,7 @@ class Agent(ControlHandler):
         """Open control and data listeners; from here on peers can reach us."""
         source = self.source
         for scheme, transport in self.transports.items():
-            listener = transport.listen()
+            listener = transport.listen(self.config.listen.get(scheme, ""))
             self._listeners.append(listener)
             self._spawn(f"accept-{scheme}", self._accept, listener, scheme, source)
         addresses = self.config.control or (f"unix://{self._directory.socket_path}",)

@@ -14,6 +14,7 @@ from multiprocessing import Pipe
 import numpy as np
 import psutil
 import pytest
+from click.testing import CliRunner
 from rich.console import Console
 
 from pdxfer.cli import demo as command
@@ -239,6 +240,19 @@ def test_anything_off_is_shown_and_decides_the_exit_code(change, code, words):
     for word in words:
         assert word in text
     assert f"{2 if code == 0 else 1} of 2 runs" in text
+
+
+def test_a_narrow_terminal_folds_numbers_and_cuts_none():
+    console = Console(width=44, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    with console.file:
+        print_outcome(console, GOOD)
+        print_summary(console, [GOOD])
+    assert "…" not in console.export_text()
+
+
+def test_all_leaves_nothing_to_choose():
+    with pytest.raises(MisuseError, match="--decode-tp can't be chosen"):
+        CliRunner().invoke(command.demo, ["--all", "--decode-tp", "2"], catch_exceptions=False)
 
 
 def test_logits_that_are_not_numbers_are_wrong():

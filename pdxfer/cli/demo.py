@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pdxfer.errors import CorruptError
+from pdxfer.errors import CorruptError, MisuseError
 
 if TYPE_CHECKING:
     from pdxfer.demo.outcome import Outcome
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["demo"]
 
+_DEFAULT = click.core.ParameterSource.DEFAULT
 _MODELS = ("falcon-h1", "kimi-linear", "nemotron-h", "qwen3-next")
 
 
@@ -39,7 +40,9 @@ _MODELS = ("falcon-h1", "kimi-linear", "nemotron-h", "qwen3-next")
 )
 @click.option("--all", "every", is_flag=True, help="Every model; TP 4 to 2, 2 to 4, 3 to 2 and 1 to 4.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.pass_context
 def demo(
+    ctx: click.Context,
     model: str,
     prefill_tp: int,
     decode_tp: int,
@@ -57,6 +60,9 @@ def demo(
     """
     from pdxfer.demo.run import ALL_PAIRS, Options
 
+    chosen = [n for n in ("model", "prefill_tp", "decode_tp") if ctx.get_parameter_source(n) is not _DEFAULT]
+    if every and chosen:
+        raise MisuseError(f"--all runs every model and TP size, so --{chosen[0].replace('_', '-')} can't be chosen")
     cases = [(name, *pair) for name in _MODELS for pair in ALL_PAIRS] if every else [(model, prefill_tp, decode_tp)]
     runs = [
         Options(

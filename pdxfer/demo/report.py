@@ -52,12 +52,17 @@ def _kind_cells(k: Kind) -> tuple[str, ...]:
 def _print_times(console: Console, o: Outcome) -> None:
     table = _table("time (slowest rank)", "first contact", *["again"] * (len(o.rounds) - 1))
     for name in STAGES:
-        table.add_row(name, *(_ms(r.stages[name]) for r in o.rounds))
+        table.add_row(name, *(_ms(r.stages[name]) if r.stages[name] else "-" for r in o.rounds))
     table.add_section()
     table.add_row("whole fetch", *(_ms(r.transfer_s) for r in o.rounds))
     table.add_row("bytes moved / whole fetch", *(_rate(o.moved_bytes / r.transfer_s) for r in o.rounds))
     table.add_row("this machine's memcpy", *[_rate(o.copy_bytes_per_s)] * len(o.rounds))
     console.print(table)
+    console.print(
+        "each stage of its own slowest rank, with its pairs added up, though they run side by side; digests are part of"
+        " pack, move and unpack; -: not needed",
+        style="dim",
+    )
     console.print(
         f"Prefill of the prompt took {_ms(o.prefill_s)}, the whole run {o.total_s:.1f} s. A request of a tiny model is"
         " all latency; see pdxfer bench for large ones.",
@@ -94,6 +99,7 @@ def print_summary(console: Console, outcomes: Sequence[Outcome]) -> None:
         )
     console.print(table)
     console.print("first, again: ms of a whole fetch by agents that had never met, and that had", style="dim")
+    console.print("TP 3 needs a variant of the model with more heads, hence more bytes", style="dim")
     good = sum(o.ok for o in outcomes)
     console.print(f"{_mark(good == len(outcomes))}{good} of {len(outcomes)} runs without a byte, logit or token off")
 
@@ -103,9 +109,8 @@ def _table(*columns: str) -> Table:
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    table.add_column(columns[0], no_wrap=True)
-    for column in columns[1:]:
-        table.add_column(column, justify="right", no_wrap=True)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left", overflow="fold")
     return table
 
 
@@ -118,4 +123,4 @@ def _ms(seconds: float) -> str:
 
 
 def _rate(bytes_per_s: float) -> str:
-    return f"{bytes_per_s / 1e9:,.3f} GB/s"
+    return f"{bytes_per_s / 1e9:,.2f} GB/s" if bytes_per_s >= 1e8 else f"{bytes_per_s / 1e6:,.2f} MB/s"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -78,7 +78,7 @@ def copy(names: tuple[str, ...], repeats: int, megabytes: int, as_json: bool) ->
 
     cases = tuple(case for case in CASES if not names or case.name.startswith(names))
     if not cases:
-        raise MisuseError(f"no case begins with {' or '.join(names)}; there are {[case.name for case in CASES]}")
+        raise MisuseError(f"no case begins with {' or '.join(names)}; there are {_names(CASES)}")
     options = CopyOptions(repeats=repeats, megabytes=megabytes, cases=cases)
     steps = len(cases) * (8 * (repeats + 1) + 1)
     _report("copy", lambda tick: bench_copy(options, tick), steps, as_json, _show_copy)
@@ -95,10 +95,14 @@ def handoff(small_tokens: int, names: tuple[str, ...], repeats: int, megabytes: 
 
     ways = tuple(way for way in WAYS if not names or way.name.startswith(names))
     if not ways:
-        raise MisuseError(f"no way begins with {' or '.join(names)}; there are {[way.name for way in WAYS]}")
+        raise MisuseError(f"no way begins with {' or '.join(names)}; there are {_names(WAYS)}")
     options = HandoffOptions(small_tokens=small_tokens, repeats=repeats, megabytes=megabytes, ways=ways)
     steps = 1 + len(ways) * (11 * repeats + 5)
     _report("handoff", lambda tick: bench_handoff(options, tick), steps, as_json, _show_handoff)
+
+
+def _names(rows: Iterable[Any]) -> str:
+    return ", ".join(f"'{row.name}'" for row in rows)
 
 
 def _report(
@@ -157,7 +161,7 @@ def _table(title: str, *columns: str) -> Table:
 
     table = Table(title=title, title_justify="left", title_style="bold")
     for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left", no_wrap=True)
+        table.add_column(column, justify="right" if index else "left", overflow="fold")
     return table
 
 
@@ -171,13 +175,15 @@ def _ms(times: dict[str, float]) -> str:
 
 
 def _show_plan(console: Console, results: dict[str, Any]) -> None:
-    table = _table("cold, ms (p50 / p90)", "placement", "layout digests", "plan and proof", "plan digest", "all", "")
+    table = _table(
+        "cold, ms (p50 / p90)", "placement", "layout digests", "plan and proof", "plan digest", "all", "target"
+    )
     for row in results["placements"]:
         verdict = _verdict(row["cold"]["p50_ms"], results["targets"]["cold_ms"], at_most=True)
         cells = [_ms(row[part]) for part in ("layout_digests", "plan", "plan_digest", "cold")]
         table.add_row(row["placement"], *cells, verdict)
     console.print(table)
-    columns = ("placement", "ms (p50 / p90)", "edges", "chunks", "segments", "pages", "MB", "")
+    columns = ("placement", "ms (p50 / p90)", "edges", "chunks", "segments", "pages", "MB", "target")
     table = _table("per request: all that one target rank works out", *columns)
     for row in results["placements"]:
         counts = row["counts"]
@@ -194,7 +200,8 @@ def _show_copy(console: Console, results: dict[str, Any]) -> None:
     for case in results["cases"]:
         title = f"{case['case']}: {case['nbytes'] / 1e6:,.0f} MB"
         table = _table(
-            f"{title} in {case['runs']:,} runs" if case["runs"] else title, "way", "GB/s", "of ceiling", "", ""
+            f"{title} in {case['runs']:,} runs" if case["runs"] else title,
+            *("way", "GB/s", "of ceiling", "p10 .. p90", "target"),
         )
         for row in case["rows"]:
             spread = f"{row['ratio_p10']:.2f} .. {row['ratio_p90']:.2f}" if "ratio_p10" in row else "the ceiling"
@@ -204,10 +211,11 @@ def _show_copy(console: Console, results: dict[str, Any]) -> None:
         console.print(table)
         for note in case["notes"]:
             console.print(note, markup=False)
+    console.print("of ceiling: median over repeats, each beside the ceiling's run right before it", style="dim")
 
 
 def _show_handoff(console: Console, results: dict[str, Any]) -> None:
-    columns = ("ms", "MB", "offer", "fetch", "copy", "added p50 / p90 / p99", "GB/s (copy)", "calls x ms", "")
+    columns = ("ms", "MB", "offer", "fetch", "copy", "added p50 / p90 / p99", "GB/s (copy)", "calls x ms", "target")
     table = _table("", *columns)
     for way in results["ways"]:
         call_ms = way["control_call"]["p50_ms"]
@@ -238,3 +246,5 @@ def _show_machine(console: Console, facts: dict[str, Any]) -> None:
     console.print(
         f"{facts['cpu']}, {facts['cores']} cores, {memory}, {facts['copy_kernel']} kernel, {load}", markup=False
     )
+    if max(facts["load_average"][0], facts["load_average_after"][0]) > facts["cores"] / 2:
+        console.print("[yellow]The machine is busy[/yellow]: these figures, and whether targets hold, mean little.")

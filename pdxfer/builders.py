@@ -169,7 +169,7 @@ def build_layout(spec: CacheSpec, parallel: Parallel, storage: Storage, placemen
         MisuseError: the model can't be cut that way; the message names component and sizes.
     """
     if placement not in PLACEMENTS:
-        raise MisuseError(f"placement {placement!r} is unknown; known are {PLACEMENTS}")
+        raise MisuseError(f"placement {placement!r} is unknown; known are {', '.join(PLACEMENTS)}")
     tensors = tuple(_tensors(spec, storage))
     ranks: list[RankLayout] = []
     for layers in parallel.stage_layers(spec.num_layers):

@@ -285,7 +285,7 @@ def load_config(name_or_path: str) -> dict[str, Any]:
         raise MisuseError(f"can't read {_show(name_or_path)}: {error.strerror}") from error
     if not found:
         close = did_you_mean(name_or_path.rsplit("/", 1)[-1].lower(), preset_names())
-        hint = close or f"pass the path of a config.json, or a preset: {', '.join(preset_names()[:6])}, ..."
+        hint = close or f"pass the path of a config.json, or a preset: {', '.join(preset_names())}"
         raise MisuseError(f"{name_or_path!r} is neither a preset nor a file", hint=hint)
     try:
         return _decode(path.read_bytes(), str(path))
@@ -308,6 +308,7 @@ def _decode(data: bytes, name: str) -> dict[str, Any]:
 
 
 def did_you_mean(name: str, known: tuple[str, ...]) -> str:
-    """A hint with the known names closest to ``name``, or an empty string."""
-    close = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
+    """A hint with the known names that begin with ``name``, else the closest ones; or an empty string."""
+    begin = [k for k in known if len(name) > 2 and k.startswith(name)]
+    close = begin[:3] or difflib.get_close_matches(name, known, n=3, cutoff=0.6)
     return f"did you mean {' or '.join(close)}?" if close else ""

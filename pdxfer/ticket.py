@@ -79,7 +79,7 @@ class Ticket:
             fields = msgpack.unpackb(raw, max_ext_len=0, max_map_len=0, max_array_len=_MAX_TEXT)
             version, transfer, worker, digest, state_tokens, kv_tokens, sampled, ranks = fields
         except (ValueError, TypeError, binascii.Error, msgpack.UnpackException) as error:
-            raise TicketError(f"not a ticket: {type(error).__name__}", hint="was it cut off on its way?") from error
+            raise TicketError("not a ticket: it can't be decoded", hint="was it cut off on its way?") from error
         if version != TICKET_VERSION:
             raise TicketError(f"ticket version {version!r}; this pdxfer reads version {TICKET_VERSION}")
         _expect([transfer, worker, digest], str)

@@ -333,9 +333,16 @@ def test_the_tables_print_for_every_preset(name: str) -> None:
     assert "…" not in result.output
 
 
+def test_weights_beyond_the_memory_are_said_to_be() -> None:
+    result = CliRunner().invoke(size, ["qwen3-8b", "--gpu-memory", "10GiB", "--weights", "16GiB"])
+    assert "That does not fit: 6.0 GiB are missing" in result.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["nothing-like-it"], ("neither a preset nor a file", "bamba-9b", "qwen3-next-80b-a3b")),
+        (["qwen3-next"], ("did you mean qwen3-next-80b-a3b?",)),
         (["qwen3-nex-80b"], ("neither a preset nor a file", "did you mean", "qwen3-next-80b-a3b")),
         (["deepseek-v4-pro"], ("deepseek_v4", "hint")),
         (["qwen3-next-80b-a3b", "--tp", "3"], ("TP 3", "possible up to 64: 1, 2, 4, 8, 16")),

@@ -166,10 +166,13 @@ def _shade(nbytes: int, most: int) -> str:
 def _print_totals(console: Console, report: PlanReport) -> None:
     hosts = len({r.host for r in report.plan.target.ranks})
     naive, sent = _bytes(report.total("naive_bytes")), _bytes(report.total("network_bytes"))
+    relays = (
+        f"; relayed on {hosts} target host{'s' if hosts > 1 else ''} {_bytes(report.total('relayed_bytes'))}"
+        f" in {report.messages(relay=True):,}"
+    )
     lines = (
         f"Unique {_bytes(report.total('unique_bytes'))}; sent over the network {sent} in {report.messages():,} messages"
-        f" of at most {_bytes(report.chunk_bytes)}; relayed on {hosts} target host{'s' if hosts > 1 else ''}"
-        f" {_bytes(report.total('relayed_bytes'))} in {report.messages(relay=True):,}",
+        f" of at most {_bytes(report.chunk_bytes)}{relays if report.total('relayed_bytes') else ''}",
         f"If every target rank fetched its own copy: {naive}, {report.dedup_ratio:.2f} times as much",
         f"Plan: {len(report.plan.items):,} copy items, cold {report.cold_s * 1e3:.1f} ms (digests, plan, proof);"
         f" per request {report.request_s * 1e3:.2f} ms (busiest target rank)",
@@ -186,7 +189,7 @@ def _table(*columns: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for i, column in enumerate(columns):
         text = i == 0 or column == "components"
-        table.add_column(column, justify="left" if text else "right", no_wrap=i == 0)
+        table.add_column(column, justify="left" if text else "right", overflow="fold")
     return table
 
 

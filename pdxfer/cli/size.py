@@ -145,9 +145,8 @@ def _table(*columns: str) -> Table:
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column(columns[0], no_wrap=True)
-    for column in columns[1:]:
-        table.add_column(column, justify="right")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left", overflow="fold")
     return table
 
 
@@ -195,13 +194,18 @@ def _print_memory(console: Console, report: SizeReport) -> None:
     table = _table("memory of one GPU", "bytes")
     table.add_row("weights", _bytes(memory.weights_bytes))
     table.add_row("overhead", _bytes(memory.overhead_bytes))
-    table.add_row(f"recurrent state, {memory.max_num_seqs} requests", _bytes(memory.state_bytes))
+    reserved = f"{memory.max_num_seqs:,} request{'s' if memory.max_num_seqs > 1 else ''}"
+    table.add_row(f"recurrent state, {reserved}", _bytes(memory.state_bytes))
     if memory.window_bytes:
-        table.add_row(f"windows, {memory.max_num_seqs} requests", _bytes(memory.window_bytes))
+        table.add_row(f"windows, {reserved}", _bytes(memory.window_bytes))
     table.add_row("left for caches that grow", _bytes(memory.free_bytes))
     table.add_section()
     table.add_row("total", _bytes(memory.gpu_bytes))
     console.print(table)
+    if memory.free_bytes < 0:
+        fit = f"with as many reserved as fit: {memory.requests_max:,} requests"
+        console.print(f"That does not fit: {_bytes(-memory.free_bytes)} are missing ({fit})")
+        return
     tokens = "any number of" if memory.tokens is None else f"{memory.tokens:,}"
     console.print(
         f"That holds {tokens} tokens, or {memory.requests:,} of the {memory.max_num_seqs:,} reserved requests at "

@@ -154,9 +154,10 @@ def test_data_comes_by_the_address_that_was_configured():
         assert not listener.contact_address.startswith("tcp://0.0.0.0")
     refused = AgentConfig(worker="w", transports=("tcp",), listen={"tcp": "tcp://0.0.0.0:0"})
     source, _ = layouts(Parallel(), Parallel())
-    with Agent(refused) as agent, pytest.raises(MisuseError, match="can be reached from other hosts"):
+    with Agent(refused) as agent:
         agent.attach(source, agent.allocate(source.ranks[0]))
-        agent.start()
+        with pytest.raises(MisuseError, match="can be reached from other hosts"):
+            agent.start()
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

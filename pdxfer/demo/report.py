@@ -60,7 +60,7 @@ def _print_times(console: Console, o: Outcome) -> None:
     console.print(table)
     console.print(
         "each stage of its own slowest rank, with its pairs added up, though they run side by side; digests are part of"
-        " pack, move and unpack; -: not needed",
+        " pack, move and unpack (verify: of what is converted on the way); -: not needed",
         style="dim",
     )
     console.print(
@@ -71,7 +71,7 @@ def _print_times(console: Console, o: Outcome) -> None:
 
 
 def _print_verdict(console: Console, o: Outcome) -> None:
-    state = f"state   {o.wrong_bytes:,} of {o.compared_bytes:,} B differ from the source's, compared by coordinates"
+    state = f"state   {o.wrong_bytes:,} of {o.compared_bytes:,} B in {len(o.rounds)} hand-offs differ from the source's"
     console.print(_mark(o.state_ok) + state + (f" ({', '.join(o.wrong_where)})" if o.wrong_where else ""))
     logits = f"logits  at most {o.logit_error:.1e} off a single-process run's (limit {LOGIT_LIMIT:.0e})"
     console.print(_mark(o.logits_ok) + logits)

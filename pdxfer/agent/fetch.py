@@ -99,6 +99,7 @@ class Fetch:
         self._stats: list[EdgeStats] = []
         self._relay: Offer | None = None
         self._opened: list[tuple[Peer, Opened]] = []
+        self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
 
     def start(self) -> None:
@@ -143,11 +144,10 @@ class Fetch:
 
     def run(self) -> None:
         """Do it all in this thread, whatever comes of it: ``wait`` then returns or raises at once. Called once."""
-        threads: list[threading.Thread] = []
         try:
             plan, peers = self._prepare()
             self.ledger.fire(self.hold, Event.POST)
-            self._move(plan, peers, threads)
+            self._move(plan, peers)
             self.ledger.fire(self.hold, Event.ALL_IN)
             self._await_readers()
             self._cancel.check()
@@ -160,7 +160,7 @@ class Fetch:
         except BaseException as error:
             self._result = None
             interrupted = AbortedError(f"{self.ticket.transfer}: interrupted by {type(error).__name__}")
-            self._fail(error if isinstance(error, Exception) else interrupted, threads)
+            self._fail(error if isinstance(error, Exception) else interrupted)
             if not isinstance(error, Exception):
                 raise
         finally:
@@ -190,7 +190,7 @@ class Fetch:
                     raise PeerError(f"{part.address} is {have}, the ticket says {want}")
         return plan, peers
 
-    def _move(self, plan: Plan, peers: Mapping[int, Peer], threads: list[threading.Thread]) -> None:
+    def _move(self, plan: Plan, peers: Mapping[int, Peer]) -> None:
         me = self.agent.config.rank
         relays = plan.sources(me, relay=True)
         if plan.readers(me, relay=True):
@@ -201,8 +201,8 @@ class Fetch:
                 hint="give them to attach(siblings=...)",
             )
         ranks = list(peers)  # none, where siblings hand on all that this rank holds
-        network = [self._spawn(threads, plan, Edge(r, me, False), partial(self._source, r)) for r in ranks[1:]]
-        siblings = [self._spawn(threads, plan, Edge(rank, me, True), partial(self._sibling, rank)) for rank in relays]
+        network = [self._spawn(plan, Edge(r, me, False), partial(self._source, r)) for r in ranks[1:]]
+        siblings = [self._spawn(plan, Edge(rank, me, True), partial(self._sibling, rank)) for rank in relays]
         for rank in ranks[:1]:  # mostly the only one: no thread for it
             self._edge(plan, Edge(rank, me, False), partial(self._source, rank))
         self._join(network)
@@ -217,13 +217,11 @@ class Fetch:
     def _sibling(self, rank: int) -> Peer:
         return self.agent.peers.get(self.agent.siblings[rank], epoch=None, deadline_s=self.deadline_s)
 
-    def _spawn(
-        self, threads: list[threading.Thread], plan: Plan, edge: Edge, peer: Callable[[], Peer]
-    ) -> threading.Thread:
+    def _spawn(self, plan: Plan, edge: Edge, peer: Callable[[], Peer]) -> threading.Thread:
         thread = threading.Thread(
             target=self._edge, args=(plan, edge, peer), name=f"pdxfer-{edge.target}-from-{edge.source}", daemon=True
         )
-        threads.append(thread)
+        self._threads.append(thread)
         thread.start()
         return thread
 
@@ -379,7 +377,7 @@ class Fetch:
 
     # -- the end ---------------------------------------------------------------------------------------
 
-    def _fail(self, error: Exception, threads: Sequence[threading.Thread]) -> None:
+    def _fail(self, error: Exception) -> None:
         self._cancel.set(error)
         first = self._cancel.error
         if not isinstance(first, PdxferError):
@@ -390,18 +388,27 @@ class Fetch:
         _log.warning("transfer %s failed: %s", self.ticket.transfer, first)
         if self._relay is None:
             self.agent.source.refuse_relay(self.ticket.transfer, str(first))
+        else:
+            self.agent.source.end_relay(self.ticket.transfer, f"aborted: {first}")
         self._abort_sources(str(getattr(first, "reason", "INTERNAL")))
         until_s = time.monotonic() + _JOIN_S
-        for thread in threads:
+        for thread in self._threads:
             thread.join(timeout=max(0.0, until_s - time.monotonic()))
-        relay_quiet = self._relay is None or self.agent.source.end_relay(self.ticket.transfer, f"aborted: {first}")
-        while not relay_quiet and time.monotonic() < until_s:
+        while not self.settle() and time.monotonic() < until_s:
             time.sleep(0.001)
-            relay_quiet = self.agent.source.end_relay(self.ticket.transfer, "aborted")
-        if relay_quiet and not any(t.is_alive() for t in threads):
-            self.ledger.fire(self.hold, Event.QUIET)
-        else:
+        if not self.settle():
             _log.error("transfer %s: a thread may still write; its pages stay quarantined", self.ticket.transfer)
+
+    def settle(self) -> bool:
+        """Free quarantined pages once no thread of ours can touch them; True when none is quarantined (any more)."""
+        with self._lock:
+            if self.hold.state is not State.QUARANTINED:
+                return True
+            quiet = self._relay is None or self.agent.source.end_relay(self.ticket.transfer, "aborted")
+            if not quiet or any(thread.is_alive() for thread in self._threads):
+                return False
+            self.ledger.fire(self.hold, Event.QUIET)
+        return True
 
     def _abort_sources(self, reason: str) -> None:
         """Tell every source that was opened and not completed, so that it need not wait for its lease."""

@@ -127,7 +127,11 @@ class Memory:
         self.regions = {i: region for i, region in enumerate(shared) if isinstance(region, Region)}
         self.buffers = Buffers(as_buffer(r.view if isinstance(r, Region) else r) for r in shared)
         self._pools = self.rank.pools()
-        self.ledger = Ledger({pool: self.rank.tables()[table].pages for table, pool in self._pools.items()})
+        totals: dict[str, int] = {}
+        for holding in self.rank.holdings:
+            pool = self._pools[holding.table]
+            totals[pool] = max(totals.get(pool, 0), holding.pages)
+        self.ledger = Ledger(totals)
         self._arenas: dict[str, Arena] = {}
         self._lock = threading.Lock()
 
@@ -333,7 +337,7 @@ class Agent(ControlHandler):
             except PdxferError as error:
                 self.source.refuse_relay(parsed.transfer, error.message)
                 raise
-            self._fetches = [*(f for f in self._fetches if not f.done), fetch]
+            self._fetches = [*(f for f in self._fetches if not (f.done and f.settle())), fetch]
         return fetch
 
     def fetch(
@@ -437,9 +441,15 @@ class Agent(ControlHandler):
         rounds = itertools.count()
         while not self._stop.wait(_SWEEP_S):
             source.sweep()
+            self._settle()
             if next(rounds) % _PEERS_EVERY == 0:
                 self.peers.sweep()
         source.sweep()
+
+    def _settle(self) -> None:
+        """Let go of fetches that ended, once their pages are free."""
+        with self._lock:
+            self._fetches = [f for f in self._fetches if not (f.done and f.settle())]
 
     def check_integrity(self) -> None:
         """Prove that ledger and arenas lost nothing; call when idle. Raises InternalError."""

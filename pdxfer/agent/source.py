@@ -100,13 +100,13 @@ class Source:
         memory = self.memory
         side = memory.side(tables)
         side.check(memory.layout.spec, shape)
+        if fence is not None:
+            fence()  # outside the lock: it may wait for a device, and leases must go on
         with self._lock:
             if (False, transfer) in self._records:
                 raise MisuseError(f"transfer {transfer!r} was offered before", hint="use a fresh id for every hand-off")
             hold = memory.ledger.open(transfer, memory.units(side), SOURCE)
             try:
-                if fence is not None:
-                    fence()
                 ticket = self._seal(transfer, shape, hold, address, sampled)
             except BaseException:
                 memory.ledger.fire(hold, Event.GIVE_UP)
@@ -160,7 +160,8 @@ class Source:
     def open(self, message: Open, layout: Layout, deadline_s: float) -> Opened:
         """Admit one reader of one transfer and promise what it will get."""
         record = self._admit(message)
-        record.offer.check_live(time.monotonic())  # first, since it knows why a transfer ended
+        if record.offer.ended or record.ready is None or record.ready.is_set():  # before that, nothing is leased
+            record.offer.check_live(time.monotonic())  # first, since it knows why a transfer ended
         plan = record.plan or make_plan(self.memory.layout, layout)
         if plan.digest != message.plan_digest:
             why = "the two sides plan differently"

@@ -53,8 +53,8 @@ class Parallel:
     ownership: Mapping[str, Ownership] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if min(self.tp, self.cp, self.interleave, *self.stages, 1) < 1 or self.ranks_per_host < 0:
-            raise MisuseError(f"sizes must be positive: {self}")
+        _check_at_least(1, tp=self.tp, cp=self.cp, interleave=self.interleave, stages=min(self.stages, default=1))
+        _check_at_least(0, ranks_per_host=self.ranks_per_host)
 
     def stage_layers(self, num_layers: int) -> tuple[range, ...]:
         """Layer numbers of each stage; raises MisuseError unless the stages add up to ``num_layers``."""
@@ -104,11 +104,9 @@ class Storage:
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise MisuseError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
-        if (
-            min(self.page_tokens, self.pages, self.slots, self.alignment_tokens) < 1
-            or min(self.taps_before, self.taps_after) < 0
-        ):
-            raise MisuseError(f"sizes must be positive: {self}")
+        sizes = {"page_tokens": self.page_tokens, "pages": self.pages, "slots": self.slots}
+        _check_at_least(1, **sizes, alignment_tokens=self.alignment_tokens)
+        _check_at_least(0, taps_before=self.taps_before, taps_after=self.taps_after)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -421,6 +419,12 @@ _TP_HINT = "choose a TP size that divides it (spec.tp_sizes lists them), or over
 
 def _table(tensor: _Tensor) -> str:
     return {Growth.PER_TOKEN: "kv", Growth.PER_WINDOW: "window", Growth.PER_REQUEST: "state"}[tensor.parts[0].growth]
+
+
+def _check_at_least(least: int, **sizes: int) -> None:
+    for name, size in sizes.items():
+        if size < least:
+            raise MisuseError(f"{name} must be at least {least}, got {size}")
 
 
 def _chunks(items: list[int], n: int) -> Iterable[list[int]]:

@@ -122,8 +122,8 @@ def test_an_idle_source_is_shown():
         ("tp=3", "can't be sharded over 3 ranks", "override"),
         ("tp=4,hosts=3", "4 ranks can't be spread evenly over hosts=3", ""),
         ("tp=4,hosts=2,ranks_per_host=2", "say the same thing", ""),
-        ("tp=0", "sizes must be positive", ""),
-        ("page=0", "sizes must be positive", ""),
+        ("tp=0", "must be at least", ""),
+        ("page=0", "must be at least", ""),
         ("tp=100000", "makes 100000 ranks", ""),
     ],
 )

@@ -21,7 +21,7 @@ BINARY = {".so", ".pyc", ".png"}
 
 # first name of the import -> the modules that may import it at all
 ALLOWED = {
-    "torch": r"kernels|transport\.torch_dist|(connectors|bench|demo|testing)(\..*)?",
+    "torch": r"kernels|(connectors|bench|demo|testing)(\..*)?",
     "transformers": r"(connectors|bench|demo|testing)(\..*)?",
     "grpc": r"(control|agent)(\..*)?",
     "grpc_health": r"(control|agent)(\..*)?",

@@ -38,7 +38,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 
 # module that an optional command may miss -> the extra that brings it
-EXTRAS = {"torch": "hf", "transformers": "hf", "nixl": "nixl", "ucxx": "ucx"}
+EXTRAS = {"torch": "hf", "transformers": "hf"}
 
 
 @dataclass(slots=True)
@@ -93,7 +93,7 @@ def version(as_json: bool) -> None:
         "python": platform.python_version(),
         "copy kernel": "native" if util.find_spec("pdxfer._native") else "numpy",
     }
-    for name in ("numpy", "grpcio", "pyzmq", "torch", "transformers", "nixl"):
+    for name in ("numpy", "grpcio", "pyzmq", "torch", "transformers"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             parts[name] = metadata.version(name)
     if as_json:

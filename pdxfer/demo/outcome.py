@@ -143,7 +143,14 @@ class Outcome:
 
         verdict = {"ok": self.ok, "state_ok": self.state_ok, "logits_ok": self.logits_ok, "tokens_ok": self.tokens_ok}
         kinds = [{**asdict(kind), "dedup": kind.dedup} for kind in self.kinds]
-        return {**asdict(self), **verdict, "kinds": kinds, "moved_bytes": self.moved_bytes, "logit_limit": LOGIT_LIMIT}
+        return {
+            "schema_version": 1,
+            **asdict(self),
+            **verdict,
+            "kinds": kinds,
+            "moved_bytes": self.moved_bytes,
+            "logit_limit": LOGIT_LIMIT,
+        }
 
 
 def compare_states(source: Iterable[Held], target: Iterable[Held]) -> tuple[int, int, tuple[str, ...]]:

@@ -174,3 +174,11 @@ def test_generated_code_is_not_newer_than_the_lower_bounds() -> None:
 
 def test_the_typing_marker_is_shipped() -> None:
     assert (ROOT / "pdxfer" / "py.typed").is_file()
+
+
+def test_readme_names_every_module() -> None:
+    """The table of the modules restates the tree, so it is compared with it."""
+    table = [line.split("|")[1] for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| `")]
+    named = {name.strip("`/ ") for row in table for name in row.split(",")}
+    tree = {path.stem for path in (ROOT / "pdxfer").iterdir() if path.suffix in ("", ".py", ".c")}
+    assert tree - named <= {"__init__", "__main__", "__pycache__", "_xxh3"}

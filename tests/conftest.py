@@ -11,6 +11,8 @@ from hypothesis import HealthCheck, settings
 
 __all__ = ["require"]
 
+pytest.register_assert_rewrite("pdxfer.testing.transport")  # before any test imports the conformance suite
+
 # A shared two-core machine is slow at random: nothing here may depend on how long an example took.
 settings.register_profile("pdxfer", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("pdxfer")

@@ -9,12 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytest.register_assert_rewrite("pdxfer.testing.transport")
-
-from pdxfer.errors import DeadlineError, MisuseError, TransportError  # noqa: E402 - after the line above
-from pdxfer.testing.faults import Fault, FaultPlan, FaultyTransport  # noqa: E402
-from pdxfer.testing.transport import LONG_S, TransportConformance, connect_pair, offsets  # noqa: E402
-from pdxfer.transport import Transport, create_transport, format_address, known_schemes, parse_address, runs  # noqa: E402
+from pdxfer.errors import DeadlineError, MisuseError, TransportError
+from pdxfer.testing.faults import Fault, FaultPlan, FaultyTransport
+from pdxfer.testing.transport import LONG_S, TransportConformance, connect_pair, offsets
+from pdxfer.transport import Transport, create_transport, format_address, known_schemes, parse_address, runs
 
 
 class TestMemory(TransportConformance):

@@ -25,13 +25,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pdxfer.agent.arena import Arena
-from pdxfer.agent.directory import PrivateDirectory
 from pdxfer.agent.fetch import Fetch, Received
 from pdxfer.agent.peers import Layouts, Peers
 from pdxfer.agent.source import OnEnd, Source
 from pdxfer.control import ControlServer
+from pdxfer.directory import PrivateDirectory
 from pdxfer.driver import serve_channel
-from pdxfer.errors import DeadlineError, IncompatibleError, MisuseError, PdxferError, StaleError, TransportError
+from pdxfer.errors import (
+    DeadlineError,
+    ExhaustedError,
+    IncompatibleError,
+    MisuseError,
+    PdxferError,
+    StaleError,
+    TransportError,
+)
 from pdxfer.kernels import as_buffer
 from pdxfer.layout import Layout, RankLayout
 from pdxfer.messages import (
@@ -178,7 +186,7 @@ class Agent(ControlHandler):
         self._listeners: list[Listener] = []
         self._fetches: list[Fetch] = []
         self._lock = threading.Lock()
-        self._directory = PrivateDirectory()
+        self._directory = _private_directory()
         try:
             for scheme in config.transports:
                 self.transports[scheme] = create_transport(scheme, **config.transport_options.get(scheme, {}))
@@ -213,7 +221,7 @@ class Agent(ControlHandler):
             listener = transport.listen(self.config.listen.get(scheme, ""))
             self._listeners.append(listener)
             self._spawn(f"accept-{scheme}", self._accept, listener, scheme, source)
-        addresses = self.config.control or (f"unix://{self._directory.socket_path}",)
+        addresses = self.config.control or (f"unix://{self._directory.file_path}",)
         self._server = ControlServer(self, addresses, allow_remote=self.config.allow_remote)
         self._server.start()
         self._spawn("sweep", self._sweep, source)
@@ -454,6 +462,13 @@ class Agent(ControlHandler):
     def check_integrity(self) -> None:
         """Prove that ledger and arenas lost nothing; call when idle. Raises InternalError."""
         self.memory.check_integrity()
+
+
+def _private_directory() -> PrivateDirectory:
+    try:
+        return PrivateDirectory("pdxfer-agent-", "control.sock")
+    except OSError as error:
+        raise ExhaustedError(f"no directory for the control socket: {error.strerror}", hint="set TMPDIR") from error
 
 
 def _as_region(region: Any, name: str, exporter: Transport | None) -> Any:

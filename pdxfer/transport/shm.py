@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import bisect
 import errno
-import fcntl
 import os
 import select
 import socket
@@ -20,12 +19,12 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import Any, ClassVar, Literal
 
 import msgpack
 import numpy as np
 
+from pdxfer.directory import PrivateDirectory
 from pdxfer.errors import DeadlineError, ExhaustedError, MisuseError, TransportError
 from pdxfer.transport.base import Address, Channel, Deadline, Listener, Transport, format_address, parse_address
 from pdxfer.transport.regions import Closable, Region, parse_fields
@@ -74,7 +73,6 @@ class ShmTransport(Transport):
             _check_private(os.path.dirname(path))
             return self._adopt(ShmListener(self, path))
         try:
-            _sweep(self._directory)
             return self._adopt(_listen_fresh(self, self._directory))
         except OSError as error:
             raise TransportError(
@@ -312,52 +310,12 @@ def _check_private(directory: str) -> None:
 
 
 def _listen_fresh(transport: ShmTransport, base: str) -> ShmListener:
-    """Listen in a directory of our own, locked while we live so that ``_sweep`` of others leaves it alone."""
-    for _ in range(10):
-        directory = tempfile.mkdtemp(prefix=_DIRECTORY_PREFIX, dir=base)  # 0700
-        lock = _try_lock(directory)
-        if lock is None:
-            continue  # swept between the two lines above
-        try:
-            return ShmListener(transport, _path(os.path.join(directory, "s")), partial(_remove, directory, lock))
-        except BaseException:
-            _remove(directory, lock)
-            raise
-    raise TransportError(f"can't keep a socket directory under {base}")
-
-
-def _try_lock(directory: str) -> int | None:
+    directory = PrivateDirectory(_DIRECTORY_PREFIX, "s", base)
     try:
-        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(fd)
-        return None
-    return fd
-
-
-def _remove(directory: str, lock: int) -> None:
-    with suppress(OSError):  # removed by hand, or something else lies in it
-        os.rmdir(directory)
-    os.close(lock)
-
-
-def _sweep(base: str) -> None:
-    """Remove what killed processes of ours left behind; nobody else's, and nothing that is still locked."""
-    with os.scandir(base) as entries:
-        leftovers = [e.path for e in entries if e.name.startswith(_DIRECTORY_PREFIX)]
-    for directory in leftovers:
-        with suppress(OSError):
-            if os.lstat(directory).st_uid != os.geteuid():
-                continue
-            lock = _try_lock(directory)
-            if lock is not None:
-                with suppress(FileNotFoundError):
-                    os.unlink(os.path.join(directory, "s"))
-                _remove(directory, lock)
+        return ShmListener(transport, _path(directory.file_path), directory.close)
+    except BaseException:
+        directory.close()
+        raise
 
 
 def _new_socket() -> socket.socket:

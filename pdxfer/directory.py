@@ -1,0 +1,89 @@
+"""Directory: a private place for one Unix socket, gone with its owner, or swept by the next one if that was killed.
+
+In come a prefix and a file name; out comes a path that only this user can enter. It is locked for as long as we live:
+a sweep removes what is not locked, and in it only the file that belongs there.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+from contextlib import suppress
+
+__all__ = ["PrivateDirectory"]
+
+_ATTEMPTS = 10
+
+
+class PrivateDirectory:
+    """A fresh directory with mode 0700, for one file.
+
+    Args:
+        prefix: of its name, which tells whose it is: those with the same prefix sweep each other's leftovers.
+        file: the name of the one file (a socket) that will lie in it.
+        base: where to make it; "" is the system's temporary directory.
+
+    Attributes:
+        path: of the directory. file_path: of the file.
+
+    Raises:
+        OSError: no directory can be made there.
+    """
+
+    def __init__(self, prefix: str, file: str, base: str = "") -> None:
+        base = base or tempfile.gettempdir()
+        _sweep(base, prefix, file)
+        self.path, self._lock = _make(base, prefix)
+        self.file_path = os.path.join(self.path, file)
+        self._closed = False
+
+    def close(self) -> None:
+        """Remove it. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            _remove(self.file_path, self._lock)
+
+
+def _make(base: str, prefix: str) -> tuple[str, int]:
+    for _ in range(_ATTEMPTS):
+        path = tempfile.mkdtemp(prefix=prefix, dir=base)
+        lock = _try_lock(path)
+        if lock is not None:
+            return path, lock
+        # Another owner's sweep took it for a dead one's, between the two lines above.
+    raise OSError(0, "every one is swept at once")
+
+
+def _try_lock(path: str) -> int | None:
+    """Lock a directory that still has its name; None when it is locked, gone or not ours to open."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(fd).st_nlink:
+            return fd
+    except OSError:
+        pass
+    os.close(fd)
+    return None
+
+
+def _remove(file_path: str, lock: int) -> None:
+    with suppress(OSError):
+        os.unlink(file_path)
+    with suppress(OSError):  # somebody put something else there; it is theirs
+        os.rmdir(os.path.dirname(file_path))
+    os.close(lock)
+
+
+def _sweep(base: str, prefix: str, file: str) -> None:
+    """Remove what killed owners of this user left behind."""
+    with os.scandir(base) as entries:
+        leftovers = [entry.path for entry in entries if entry.name.startswith(prefix)]
+    for path in leftovers:
+        with suppress(OSError):
+            if os.lstat(path).st_uid == os.geteuid() and (lock := _try_lock(path)) is not None:
+                _remove(os.path.join(path, file), lock)

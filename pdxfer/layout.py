@@ -201,7 +201,7 @@ class Holding:
         return self.regions[i], self.offsets[i]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RankLayout:
     """All that one rank holds. ``host`` groups ranks that share a machine (an index, not a name)."""
 
@@ -227,20 +227,33 @@ class RankLayout:
         return {h.table: h for h in self.holdings}
 
     def pools(self) -> dict[str, str]:
-        """Table name to pool name: tables that index the same region draw their pages from one pool.
+        """Table name to pool name: tables whose stretches of one region overlap draw their pages from one pool.
 
         In unified placement an attention page and a state page are the same bytes, so a page number
-        may be in only one table at a time.
+        may be in only one table at a time. Tables that merely share an allocation do not meet.
         """
+        return dict(self._pools)
+
+    @cached_property
+    def _pools(self) -> dict[str, str]:
         pools = {name: name for name in self.tables()}
-        owner: dict[int, str] = {}
-        for h in self.holdings:
-            for region in h.regions:
-                first = owner.setdefault(region, h.table)
-                old, new = pools[h.table], pools[first]
-                if old != new:
-                    pools = {table: new if pool == old else pool for table, pool in pools.items()}
+        reach_region, reach, first = -1, 0, ""
+        for region, start, stop, table in sorted(self._stretches()):
+            if region != reach_region or start >= reach:
+                reach_region, reach, first = region, stop, table
+                continue
+            reach = max(reach, stop)
+            old, new = pools[table], pools[first]
+            if old != new:
+                pools = {name: new if pool == old else pool for name, pool in pools.items()}
         return pools
+
+    def _stretches(self) -> Iterator[tuple[int, int, int, str]]:
+        """Of every layer of every holding: region, first byte, byte past the last, table."""
+        for h in self.holdings:
+            span = h.span
+            for region, offset in zip(h.regions, h.offsets, strict=True):
+                yield region, offset, offset + span, h.table
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -334,3 +334,23 @@ def test_pools(placement):
     pools = layout.ranks[0].pools()
     assert len(set(pools.values())) == (1 if placement == "unified" else 2)
     assert set(pools) == set(layout.ranks[0].tables())
+
+
+def test_tables_that_only_share_an_allocation_have_pools_of_their_own():
+    layout = build_layout(SPEC, Parallel(), Storage(pages=4, slots=2), "per_layer")
+    rank = layout.ranks[0]
+    starts = [sum(r.nbytes for r in rank.regions[:i]) for i in range(len(rank.regions))]
+    holdings = tuple(
+        replace(
+            h,
+            regions=(0,) * len(h.layers),
+            offsets=tuple(starts[r] + o for r, o in zip(h.regions, h.offsets, strict=True)),
+        )
+        for h in rank.holdings
+    )
+    one = replace(
+        rank, regions=(RegionShape(name="all", nbytes=sum(r.nbytes for r in rank.regions)),), holdings=holdings
+    )
+    assert one.pools() == rank.pools()
+    closer = tuple(replace(h, offsets=tuple(0 for _ in h.offsets)) for h in holdings)
+    assert len(set(replace(one, holdings=closer).pools().values())) == 1

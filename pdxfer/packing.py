@@ -61,7 +61,15 @@ __all__ = [
     "RunReader",
     "Segment",
     "Side",
+    "convert",
+    "digest",
+    "direct",
     "native_available",
+    "numpy_dtype",
+    "pack",
+    "prepare",
+    "read_back",
+    "unpack",
 ]
 
 #: Part of the protocol: both ends must cut alike. As long as chunks let it be: kernels and digests work in pieces of a
@@ -607,8 +615,3 @@ def _page_numbers(name: str, table: Sequence[int] | Offsets) -> Offsets:
         what = f"{found.ndim} dimensions of {found.dtype}"
         raise MisuseError(f"page table {name!r} is not a list of page numbers (-1 for none), it has {what}")
     return found.astype(np.int64)
-
-
-def check_targets(program: EdgeProgram, side: Side) -> None:
-    """``side.check`` for a program's target."""
-    side.check(program.plan.target.spec, program.shape, exclusive=True)

@@ -14,7 +14,7 @@ from pdxfer import packing
 from pdxfer.builders import Parallel, Storage, build_layout
 from pdxfer.errors import CorruptError, IncompatibleError, MisuseError
 from pdxfer.models import load_config, preset_names, spec_from_config
-from pdxfer.packing import EdgeProgram, RequestShape, Side, check_targets, direct, pack, unpack
+from pdxfer.packing import EdgeProgram, RequestShape, Side, direct, pack, unpack
 from pdxfer.plan import make_plan
 from pdxfer.testing.oracle import Oracle, random_memory
 from pdxfer.testing.strategies import Case, cases, preset_spec, shrink_spec, usable_presets
@@ -317,7 +317,7 @@ def test_a_wrong_target_table_is_refused(change, says):
     program, side = target_side(change)
     before = [b.copy() for b in side.buffers]
     with pytest.raises(MisuseError, match=says):
-        check_targets(program, side)
+        side.check(program.plan.target.spec, program.shape, exclusive=True)
     assert all(np.array_equal(a, b) for a, b in zip(before, side.buffers, strict=True))
 
 

@@ -252,6 +252,19 @@ def test_a_share_is_leased_to_siblings_from_when_it_is_in():
         hand_over(source, target, "one")
 
 
+def test_a_rank_that_gave_up_tells_a_sibling_that_asks():
+    with pair(*layouts(Parallel(tp=1), Parallel(tp=4))) as (source, target):
+        ends = Ends()
+        ticket = source.offer("one", TOKENS, on_end=ends)
+        target.reserve("one", TOKENS)
+        first, second = target.agents[:2]
+        with pytest.raises(MisuseError, match="no page table"):
+            first.fetch(ticket, {})
+        with pytest.raises(AbortedError, match=r"this rank has given up: .*no page table"):
+            second.fetch(ticket, target.ranks[1].tables["one"])
+        withdraw(source, "one", ends)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

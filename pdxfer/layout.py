@@ -222,6 +222,18 @@ class RankLayout:
                         f" of region {shape.name!r} with {shape.nbytes} B"
                     )
 
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; ``from_json`` is its inverse."""
+        return _rank_to_json(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> RankLayout:
+        """Rebuild one rank's layout; raises MisuseError for anything impossible."""
+        try:
+            return _rank_from_json(data)
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise MisuseError(f"not a rank's layout: {type(error).__name__} {error}") from error
+
     def tables(self) -> dict[str, Holding]:
         """Page tables by name, each with one of the holdings it indexes."""
         return {h.table: h for h in self.holdings}
@@ -247,6 +259,38 @@ class RankLayout:
             if old != new:
                 pools = {name: new if pool == old else pool for name, pool in pools.items()}
         return pools
+
+    def pages_per_unit(self) -> dict[str, int]:
+        """Table name to how many of its pages lie in one unit of its pool, which is a page of the pool's largest table.
+
+        vLLM addresses attention in kernel pages and state in whole blocks of the same memory::
+
+            state table      |-------- page 0 --------|-------- page 1 --------|
+            attention table  |  0  |  1  |  2  |  3  |  4  |  5  |  6  |  7  |      4 pages per unit
+
+        Where the pages of a pool's tables are not nested like that, all of the pool is one unit.
+        """
+        return dict(self._per_unit)
+
+    @cached_property
+    def _per_unit(self) -> dict[str, int]:
+        strides: dict[str, set[int]] = {}
+        for h in self.holdings:
+            strides.setdefault(self._pools[h.table], set()).add(h.page_stride)
+        found: dict[str, int] = {}
+        for h in self.holdings:
+            unit, alone = (
+                max(strides[self._pools[h.table]]),
+                sum(p == self._pools[h.table] for p in self._pools.values()),
+            )
+            if len(strides[self._pools[h.table]]) == 1 or alone == 1:
+                found[h.table] = 1
+            elif unit % h.page_stride or any(offset % unit >= h.page_stride for offset in h.offsets):
+                found[h.table] = _BYTES_MAX
+            else:
+                found[h.table] = max(found.get(h.table, 1), unit // h.page_stride)
+        whole = {self._pools[table] for table, pages in found.items() if pages == _BYTES_MAX}
+        return {table: _BYTES_MAX if self._pools[table] in whole else pages for table, pages in found.items()}
 
     def _stretches(self) -> Iterator[tuple[int, int, int, str]]:
         """Of every layer of every holding: region, first byte, byte past the last, table."""

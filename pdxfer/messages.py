@@ -74,6 +74,11 @@ def _reader_bounded(message: Complete | Abort | Renew, *, session_sizes: tuple[i
         raise MisuseError(f"{kind} is out of bounds: {sizes}")
 
 
+def _shown_bounded(ticket: bytes) -> None:
+    if len(ticket) > LIMITS["ticket_bytes"]:
+        raise MisuseError(f"a ticket of {len(ticket)} B is out of bounds")
+
+
 def _lease_bounded(lease_s: float) -> None:
     if not (lease_s > 0 and math.isfinite(lease_s)):
         raise MisuseError(f"a lease of {lease_s} s is out of bounds")
@@ -234,7 +239,8 @@ class Completed:
 class Abort:
     """Give up one transfer; the other side quarantines and frees. Idempotent, also for unknown transfers.
 
-    ``session`` is empty when nothing was opened; ``reason`` is for logs, at most ``LIMITS["text_chars"]`` characters.
+    ``session`` is empty when nothing was opened; then the ``ticket`` shows that the asker may. ``reason`` is for logs,
+    at most ``LIMITS["text_chars"]`` characters.
     """
 
     transfer: str
@@ -243,25 +249,29 @@ class Abort:
     target_worker: str
     target_rank: int
     reason: str
+    ticket: bytes = b""
 
     def __post_init__(self) -> None:
         _reader_bounded(self, session_sizes=(0, 16))
+        _shown_bounded(self.ticket)
         if len(self.reason) > LIMITS["text_chars"]:
             raise MisuseError(f"reason has {len(self.reason)} characters; at most {LIMITS['text_chars']} are allowed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Renew:
-    """Ask for more time."""
+    """Ask for more time: a reader by its ``session``, or with a ``ticket`` before anything was opened."""
 
     transfer: str
     epoch: bytes
     session: bytes
     target_worker: str
     target_rank: int
+    ticket: bytes = b""
 
     def __post_init__(self) -> None:
-        _reader_bounded(self)
+        _reader_bounded(self, session_sizes=(0, 16) if self.ticket else (16,))
+        _shown_bounded(self.ticket)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,14 +1,17 @@
 """The ticket: what a source worker hands out so that one target worker may fetch one transfer, once.
 
 In come the facts of an offer; out goes a short text that travels through routers and clients, none of whom
-is trusted. Each source rank seals its own part with a key that never leaves its process, so an edited,
-invented or outlived ticket is refused by the rank it is shown to. Addresses in a ticket are where the
-target connects: only show tickets from routers you run.
+is trusted. Each source rank seals its own part with a key that never leaves its worker, so an edited, invented
+or outlived ticket is refused by the rank it is shown to. Addresses in a ticket are where the target connects:
+only show tickets from routers you run.
+
+A rank's ``RankIssuer`` writes its part: in the agent itself, or in the worker's scheduler process, which must
+answer before it hears from the ranks.
 
 ::
 
-    Ticket ── transfer, worker, layout digest, token counts, tokens already sampled     the same for all ranks
-       └── RankTicket x ranks ── control address, epoch, generation, seal                one per source rank
+    Ticket ── transfer, worker, layout digest, token counts, tokens sampled, context    the same for all ranks
+       └── RankTicket x ranks ── control address, epoch, nonce, seal                     one per source rank
                                                                        seal = HMAC-SHA256 over everything left of it
 """
 
@@ -18,28 +21,28 @@ import base64
 import binascii
 import hmac
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgpack
 
 from pdxfer.errors import StaleError, TicketError
 
-__all__ = ["TICKET_VERSION", "RankTicket", "Ticket", "seal_rank", "unseal"]
+__all__ = ["TICKET_VERSION", "RankIssuer", "RankTicket", "Ticket", "issue_ticket", "seal_rank", "unseal"]
 
-TICKET_VERSION = 1
+TICKET_VERSION = 2
 _MAX_TEXT = 64 << 10
 _MAX_RANKS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTicket:
-    """One source rank's part."""
+    """One source rank's part. ``nonce``: 16 random bytes, new for every offer, so that an id may be used again."""
 
     rank: int
     address: str
     epoch: bytes
-    generation: int
+    nonce: bytes
     seal: bytes = b""
 
 
@@ -53,6 +56,7 @@ class Ticket:
         state_tokens: how many tokens S and Conv have seen (vLLM hands over N-1, transformers and SGLang N).
         kv_tokens: tokens whose per-token rows are valid.
         sampled: tokens that the source already sampled after the prompt.
+        context: digest of what the caches were computed from, at most 32 bytes; engines compare it. Empty: not said.
         ranks: one part per source rank, in rank order.
     """
 
@@ -62,11 +66,12 @@ class Ticket:
     state_tokens: int
     kv_tokens: int
     sampled: tuple[int, ...] = ()
+    context: bytes = b""
     ranks: tuple[RankTicket, ...] = ()
 
     def encode(self) -> str:
         """ASCII text (base64 of msgpack); ``decode`` is the inverse."""
-        ranks = [[r.rank, r.address, r.epoch, r.generation, r.seal] for r in self.ranks]
+        ranks = [[r.rank, r.address, r.epoch, r.nonce, r.seal] for r in self.ranks]
         return base64.urlsafe_b64encode(msgpack.packb([TICKET_VERSION, *self._common(), ranks])).decode()
 
     @classmethod
@@ -77,13 +82,16 @@ class Ticket:
         try:
             raw = base64.b64decode(text, altchars=b"-_", validate=True)
             fields = msgpack.unpackb(raw, max_ext_len=0, max_map_len=0, max_array_len=_MAX_TEXT)
-            version, transfer, worker, digest, state_tokens, kv_tokens, sampled, ranks = fields
+            version, transfer, worker, digest, state_tokens, kv_tokens, sampled, context, ranks = fields
         except (ValueError, TypeError, binascii.Error, msgpack.UnpackException) as error:
             raise TicketError("not a ticket: it can't be decoded", hint="was it cut off on its way?") from error
         if version != TICKET_VERSION:
             raise TicketError(f"ticket version {version!r}; this pdxfer reads version {TICKET_VERSION}")
         _expect([transfer, worker, digest], str)
         _expect([state_tokens, kv_tokens, *_list(sampled)], int)
+        _expect([context], bytes)
+        if len(context) > 32:
+            raise TicketError(f"not a ticket: its context has {len(context)} bytes")
         ticket = cls(
             transfer=transfer,
             worker=worker,
@@ -91,6 +99,7 @@ class Ticket:
             state_tokens=state_tokens,
             kv_tokens=kv_tokens,
             sampled=tuple(sampled),
+            context=context,
             ranks=tuple(_rank(r) for r in _list(ranks)),
         )
         # base64 and msgpack can write one value in many ways; with one text per ticket, any edit is seen.
@@ -121,12 +130,13 @@ class Ticket:
         return replace(parts[0], ranks=tuple(ranks))
 
     def _common(self) -> list[Any]:
-        return [self.transfer, self.worker, self.layout_digest, self.state_tokens, self.kv_tokens, list(self.sampled)]
+        tokens = [self.state_tokens, self.kv_tokens, list(self.sampled)]
+        return [self.transfer, self.worker, self.layout_digest, *tokens, self.context]
 
     def sealed_bytes(self, part: RankTicket) -> bytes:
         """What a rank's seal covers."""
         packed: bytes = msgpack.packb(
-            [TICKET_VERSION, *self._common(), part.rank, part.address, part.epoch, part.generation]
+            [TICKET_VERSION, *self._common(), part.rank, part.address, part.epoch, part.nonce]
         )
         return packed
 
@@ -136,6 +146,51 @@ def seal_rank(ticket: Ticket, part: RankTicket, key: bytes) -> Ticket:
     if len(key) < 16:
         raise TicketError("the ticket key is shorter than 16 bytes")
     return replace(ticket, ranks=(replace(part, seal=hmac.digest(key, ticket.sealed_bytes(part), "sha256")),))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankIssuer:
+    """Writes one rank's part of tickets. Whoever has it can offer in the rank's name: it stays in the worker."""
+
+    worker: str
+    layout_digest: str
+    rank: int
+    address: str
+    epoch: bytes
+    key: bytes = field(repr=False)
+
+    def issue(
+        self,
+        transfer: str,
+        *,
+        kv_tokens: int,
+        state_tokens: int,
+        nonce: bytes,
+        sampled: Sequence[int] = (),
+        context: bytes = b"",
+    ) -> Ticket:
+        """Return the ticket with this rank's sealed part; raises TicketError when no ticket can carry it."""
+        common = Ticket(
+            transfer=transfer,
+            worker=self.worker,
+            layout_digest=self.layout_digest,
+            state_tokens=state_tokens,
+            kv_tokens=kv_tokens,
+            sampled=tuple(sampled),
+            context=context,
+        )
+        part = RankTicket(rank=self.rank, address=self.address, epoch=self.epoch, nonce=nonce)
+        try:
+            ticket = seal_rank(common, part, self.key)
+            Ticket.decode(ticket.encode())
+        except (TypeError, ValueError, OverflowError) as error:
+            raise TicketError(f"{transfer!r}: no ticket can carry this offer: {error}") from error
+        return ticket
+
+
+def issue_ticket(issuers: Sequence[RankIssuer], transfer: str, **facts: Any) -> Ticket:
+    """Return the whole ticket of all ranks; ``facts`` as in ``RankIssuer.issue``, one nonce for all."""
+    return Ticket.join([issuer.issue(transfer, **facts) for issuer in issuers])
 
 
 def unseal(ticket: Ticket, rank: int, epoch: bytes, key: bytes) -> RankTicket:
@@ -157,13 +212,13 @@ def unseal(ticket: Ticket, rank: int, epoch: bytes, key: bytes) -> RankTicket:
 
 
 def _rank(fields: Any) -> RankTicket:
-    rank, address, epoch, generation, seal = _list(fields, 5)
-    _expect([rank, generation], int)
-    _expect([epoch, seal], bytes)
+    rank, address, epoch, nonce, seal = _list(fields, 5)
+    _expect([rank], int)
+    _expect([epoch, nonce, seal], bytes)
     _expect([address], str)
-    if len(epoch) != 16 or len(seal) != 32 or len(address) > 256:
+    if len(epoch) != 16 or len(nonce) != 16 or len(seal) != 32 or len(address) > 256:
         raise TicketError("not a ticket: a rank's part is out of bounds")
-    return RankTicket(rank=rank, address=address, epoch=epoch, generation=generation, seal=seal)
+    return RankTicket(rank=rank, address=address, epoch=epoch, nonce=nonce, seal=seal)
 
 
 def _list(value: Any, n: int = -1) -> list[Any]:

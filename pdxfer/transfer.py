@@ -264,6 +264,12 @@ class Offer:
         self.expires_s = now_s + self.lease_s
         return self.lease_s
 
+    def hold(self, now_s: float, until_s: float) -> float:
+        """Extend the lease before anything was opened, at most until ``until_s``; returns the seconds left."""
+        self.check_live(now_s)
+        self.expires_s = max(self.expires_s, min(now_s + self.lease_s, until_s))
+        return self.expires_s - now_s
+
     def complete(self, now_s: float, reader: int, session: bytes, generation: int) -> bool:
         """Count one reader as done; True when it was the last. Repeating it is fine and False."""
         found = self._reader(reader, session)

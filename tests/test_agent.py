@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import threading
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
@@ -102,6 +104,14 @@ class Ends:
     def wait(self, ranks: int) -> None:
         for _ in range(ranks):
             assert self._told.acquire(timeout=60.0), self.outcomes
+
+
+def wait_until(holds: Callable[[], object], *, timeout_s: float) -> bool:
+    """Whether ``holds`` becomes true in time, for what tells nobody."""
+    until_s = time.monotonic() + timeout_s
+    while not holds() and time.monotonic() < until_s:
+        time.sleep(0.01)
+    return bool(holds())
 
 
 def withdraw(source: Worker, key: str, ends: Ends) -> None:
@@ -689,7 +699,7 @@ def test_an_edited_ticket_is_refused_and_the_right_one_still_works():
 @pytest.mark.parametrize(
     ("edit", "expected"),
     [
-        ({"generation": 1 << 20}, TicketError),
+        ({"nonce": bytes(16)}, TicketError),
         ({"seal": bytes(32)}, TicketError),
         ({"epoch": bytes(16)}, StaleError),
         ({"address": "nowhere"}, PeerError),
@@ -774,14 +784,40 @@ def test_an_id_is_offered_once():
         source.agents[0].withdraw("one")
 
 
-def test_a_fence_that_fails_seals_nothing():
+def test_a_fence_is_awaited_once_and_by_the_reader():
+    with pair(*layouts(Parallel(), Parallel(tp=2))) as (source, target):
+        awaited, go = [], threading.Event()
+
+        def fence() -> None:
+            awaited.append(threading.current_thread())
+            assert go.wait(10)
+
+        ends = Ends()
+        ticket = source.offer("one", TOKENS, fence=fence, on_end=ends)  # returns though the device is busy
+        assert not awaited
+        target.reserve("one", TOKENS)
+        threading.Timer(0.05, go.set).start()
+        for done in target.fetch(ticket, "one"):
+            done.release()
+        assert len(awaited) == 1
+        assert awaited[0] is not threading.main_thread()
+        ends.wait(1)
+        assert ends.outcomes == ["completed"]
+
+
+def test_a_fence_that_fails_ends_the_transfer_at_both_ends():
     with pair(*layouts(Parallel(), Parallel())) as (source, target):
 
         def fence() -> None:
             raise RuntimeError("the device is gone")
 
-        with pytest.raises(RuntimeError, match="device"):
-            source.offer("one", TOKENS, fence=fence)
+        ends = Ends()
+        ticket = source.offer("one", TOKENS, fence=fence, on_end=ends)
+        target.reserve("one", TOKENS)
+        with pytest.raises(AbortedError, match="device is gone"):
+            target.fetch(ticket, "one")
+        ends.wait(1)
+        assert ends.outcomes[0].startswith("aborted: the fence failed")
         source.check_idle()
         hand_over(source, target, "two")
 
@@ -1128,3 +1164,76 @@ def test_an_agent_is_used_in_order():
             agent.attach(plan[0], [])
     with pytest.raises(MisuseError, match="no transport for scheme"):
         Worker(plan[0], transports=("pigeon",))
+
+
+def test_a_kept_ticket_outlives_its_lease_and_a_declined_one_is_freed_at_once():
+    with pair(*layouts(Parallel(tp=2), Parallel()), lease_s=0.3) as (source, target):
+        kept, declined, left = Ends(), Ends(), Ends()
+        agent = target.agents[0]
+        tickets = {name: source.offer(name, TOKENS, on_end=end) for name, end in
+                   [("kept", kept), ("declined", declined), ("left", left)]}  # fmt: skip
+        agent.keep(tickets["kept"])
+        agent.keep(tickets["declined"])
+        agent.decline(tickets["declined"], "not needed")
+        declined.wait(2)
+        assert all(outcome.startswith("declined by") for outcome in declined.outcomes)
+        left.wait(2)  # its lease was over; the kept one is as old
+        assert all(outcome.startswith("expired") for outcome in left.outcomes)
+        target.reserve("kept", TOKENS)
+        for done in target.fetch(tickets["kept"], "kept"):
+            done.release()
+        kept.wait(2)
+        assert kept.outcomes == ["completed", "completed"]
+        assert agent.keeper.kept() == 0
+
+
+def test_nobody_keeps_a_ticket_for_longer_than_the_source_allows():
+    with pair(*layouts(Parallel(), Parallel()), lease_s=0.2, hold_max_s=0.5) as (source, target):
+        ends = Ends()
+        target.agents[0].keep(source.offer("one", TOKENS, on_end=ends))
+        ends.wait(1)
+        assert ends.outcomes == ["expired: the lease is over"]
+
+
+def test_a_dead_source_s_ticket_does_not_delay_another_s_lease():
+    with pair(*layouts(Parallel(), Parallel()), lease_s=0.4) as (source, target):
+        ends = Ends()
+        right = Ticket.decode(source.offer("one", TOKENS, on_end=ends))
+        agent = target.agents[0]
+        with socket.socket() as deaf:
+            deaf.bind(("127.0.0.1", 0))
+            deaf.listen()
+            for n in range(3):
+                nowhere = replace(right.ranks[0], address=f"tcp://127.0.0.1:{deaf.getsockname()[1]}")
+                agent.keep(replace(right, transfer=f"nowhere-{n}", ranks=(nowhere,)))
+            agent.keep(right)
+            assert not wait_until(lambda: ends.outcomes, timeout_s=1.0)
+        target.reserve("one", TOKENS)
+        for done in target.fetch(right.encode(), "one"):
+            done.release()
+
+
+@pytest.mark.parametrize("edit", [{"nonce": bytes(16)}, {"seal": bytes(32)}])
+def test_only_the_ticket_itself_renews_or_declines(edit):
+    with pair(*layouts(Parallel(), Parallel()), lease_s=0.3) as (source, target):
+        ends = Ends()
+        right = Ticket.decode(source.offer("one", TOKENS, on_end=ends))
+        wrong = replace(right, ranks=(replace(right.ranks[0], **edit),))
+        target.agents[0].keep(wrong)
+        assert wait_until(lambda: target.agents[0].keeper.kept() == 0, timeout_s=10.0)
+        target.agents[0].decline(wrong, "mine")
+        ends.wait(1)
+        assert ends.outcomes == ["expired: the lease is over"]
+
+
+def test_a_ticket_of_an_earlier_offer_of_the_same_id_is_stale():
+    with pair(*layouts(Parallel(), Parallel())) as (source, target):
+        ends = Ends()
+        right = Ticket.decode(source.offer("one", TOKENS, on_end=ends))
+        issuer = source.agents[0].issuer
+        facts = {"kv_tokens": TOKENS, "state_tokens": TOKENS}
+        assert issuer.issue("one", nonce=right.ranks[0].nonce, **facts) == right
+        target.reserve("one", TOKENS)
+        with pytest.raises(StaleError, match="earlier offer"):
+            target.fetch(issuer.issue("one", nonce=bytes(16), **facts).encode(), "one")
+        withdraw(source, "one", ends)

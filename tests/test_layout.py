@@ -354,3 +354,36 @@ def test_tables_that_only_share_an_allocation_have_pools_of_their_own():
     assert one.pools() == rank.pools()
     closer = tuple(replace(h, offsets=tuple(0 for _ in h.offsets)) for h in holdings)
     assert len(set(replace(one, holdings=closer).pools().values())) == 1
+
+
+def nested(offset: int = 0, stride: int = 1024) -> RankLayout:
+    """State pages of 4 KiB and attention kernel pages of 1 KiB in the same bytes, two layers each."""
+    common = {"layers": (0, 1), "regions": (0, 0), "dtype": "uint8"}
+    state = Holding(
+        component="S", box=Box((0,), (3000,)), table="state", strides=(1,), offsets=(0, 8 * 4096),
+        page_stride=4096, pages=8, **common,
+    )  # fmt: skip
+    keys = Holding(
+        component="kv.k", box=Box((0,), (512,)), table="kv", strides=(1,), offsets=(offset, 8 * 4096 + offset),
+        page_stride=stride, pages=32, **common,
+    )  # fmt: skip
+    return RankLayout(rank=0, regions=(RegionShape(name="r", nbytes=1 << 20),), holdings=(state, keys))
+
+
+def test_small_pages_inside_large_ones_share_their_unit() -> None:
+    rank = nested()
+    assert len(set(rank.pools().values())) == 1
+    assert rank.pages_per_unit() == {"state": 1, "kv": 4}
+    assert nested(offset=512).pages_per_unit() == {"state": 1, "kv": 4}
+
+
+@pytest.mark.parametrize("rank", [nested(offset=1024), nested(stride=1000)], ids=["shifted", "not nested"])
+def test_pages_that_are_not_nested_make_one_unit_of_the_pool(rank: RankLayout) -> None:
+    pages = rank.pages_per_unit()
+    assert min(pages.values()) >= 32
+
+
+def test_one_stride_or_one_table_is_one_page_per_unit() -> None:
+    for placement in PLACEMENTS:
+        layout = build_layout(SPEC, Parallel(), Storage(), placement)
+        assert set(layout.ranks[0].pages_per_unit().values()) == {1}

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdxfer.errors import StaleError, TicketError
-from pdxfer.ticket import TICKET_VERSION, RankTicket, Ticket, seal_rank, unseal
+from pdxfer.ticket import TICKET_VERSION, RankIssuer, RankTicket, Ticket, issue_ticket, seal_rank, unseal
 
 EPOCH, KEY = bytes(range(16)), bytes(range(32))
 COMMON = Ticket(
@@ -26,7 +26,7 @@ parts = st.builds(
     rank=st.integers(0, 1023),
     address=texts,
     epoch=st.binary(min_size=16, max_size=16),
-    generation=counts,
+    nonce=st.binary(min_size=16, max_size=16),
     seal=st.binary(min_size=32, max_size=32),
 )
 tickets = st.builds(
@@ -37,12 +37,13 @@ tickets = st.builds(
     state_tokens=counts,
     kv_tokens=counts,
     sampled=st.lists(counts, max_size=5).map(tuple),
+    context=st.binary(max_size=32),
     ranks=st.lists(parts, max_size=4).map(tuple),
 )
 
 
 def part(rank: int = 0, *, epoch: bytes = EPOCH) -> RankTicket:
-    return RankTicket(rank=rank, address=f"unix:///run/pdxfer/{rank}", epoch=epoch, generation=rank + 7)
+    return RankTicket(rank=rank, address=f"unix:///run/pdxfer/{rank}", epoch=epoch, nonce=bytes([rank + 7] * 16))
 
 
 def sealed(rank: int = 0, *, key: bytes = KEY) -> Ticket:
@@ -114,6 +115,7 @@ def test_every_bit_flip_under_the_encoding_is_refused():
         {"kv_tokens": 36},
         {"sampled": (11, 0)},
         {"sampled": ()},
+        {"context": b"x"},
     ],
     ids=lambda change: next(iter(change)),
 )
@@ -122,7 +124,7 @@ def test_every_common_field_is_sealed(change):
         accept(replace(sealed(), **change).encode())
 
 
-@pytest.mark.parametrize("change", [{"address": "unix:///elsewhere"}, {"generation": 8}, {"seal": bytes(32)}])
+@pytest.mark.parametrize("change", [{"address": "unix:///elsewhere"}, {"nonce": bytes(16)}, {"seal": bytes(32)}])
 def test_every_field_of_a_rank_s_part_is_sealed(change):
     ticket = sealed()
     with pytest.raises(TicketError, match="seal"):
@@ -163,6 +165,26 @@ def test_ranks_that_disagree_make_no_ticket(change):
         Ticket.join([sealed(0), replace(sealed(1), **change)])
 
 
+def test_a_ticket_written_elsewhere_in_a_rank_s_name_is_the_rank_s_own():
+    issuers = [
+        RankIssuer(worker="P", layout_digest="d" * 64, rank=r, address=f"unix:///{r}", epoch=EPOCH, key=bytes([r] * 32))
+        for r in range(3)
+    ]
+    facts = {"kv_tokens": 37, "state_tokens": 36, "sampled": [1], "context": b"c", "nonce": bytes(range(16))}
+    whole = issue_ticket(issuers, "t", **facts)
+    assert Ticket.decode(whole.encode()) == whole
+    for issuer in issuers:
+        assert accept(whole.encode(), issuer.rank, key=issuer.key) == issuer.issue("t", **facts).ranks[0]
+        assert str(issuer.key) not in repr(issuer)
+
+
+@pytest.mark.parametrize("facts", [{"sampled": ["x"]}, {"kv_tokens": 1 << 70}, {"nonce": b"short"}, {"context": "x"}])
+def test_what_no_ticket_can_carry_is_refused_when_it_is_written(facts):
+    issuer = RankIssuer(worker="P", layout_digest="d", rank=0, address="unix:///x", epoch=EPOCH, key=KEY)
+    with pytest.raises(TicketError):
+        issuer.issue("t", **({"kv_tokens": 1, "state_tokens": 1, "nonce": bytes(16)} | facts))
+
+
 @pytest.mark.parametrize("ranks", [(), (1,), (0, 2), (0, 0), (0, 1, 1)])
 def test_a_join_needs_every_rank_once(ranks):
     with pytest.raises(TicketError):
@@ -173,7 +195,7 @@ def _packed(*fields: object) -> bytes:
     return base64.urlsafe_b64encode(msgpack.packb(list(fields)))
 
 
-GOOD_RANK = [0, "unix:///x", EPOCH, 1, bytes(32)]
+GOOD_RANK = [0, "unix:///x", EPOCH, bytes(16), bytes(32)]
 
 
 @pytest.mark.parametrize(
@@ -191,24 +213,29 @@ GOOD_RANK = [0, "unix:///x", EPOCH, 1, bytes(32)]
         base64.urlsafe_b64encode(b"\xdd\xff\xff\xff\xff"),
         base64.urlsafe_b64encode(b"\xdb\xff\xff\xff\xff"),
         _packed(TICKET_VERSION, "t", "w", "d", 1, 1, []),
-        _packed(TICKET_VERSION + 1, "t", "w", "d", 1, 1, [], []),
-        _packed(True, "t", "w", "d", 1, 1, [], []),
-        _packed(1.0, "t", "w", "d", 1, 1, [], []),
-        _packed(TICKET_VERSION, b"t", "w", "d", 1, 1, [], []),
-        _packed(TICKET_VERSION, "t", "w", "d", -1, 1, [], []),
-        _packed(TICKET_VERSION, "t", "w", "d", 1.0, 1, [], []),
-        _packed(TICKET_VERSION, "t", "w", "d", True, 1, [], []),
-        _packed(TICKET_VERSION, "t", "w", "d", 1, 1, None, []),
-        _packed(TICKET_VERSION, "t", "w", "d", 1, 1, [-1], []),
-        _packed(TICKET_VERSION, "t", "w", "d", 1, 1, [0] * 5000, []),
-        _packed(TICKET_VERSION, "t", "w", "d", 1, 1, [], [GOOD_RANK[:4]]),
-        _packed(TICKET_VERSION, "t", "w", "d", 1, 1, [], [[*GOOD_RANK[:2], b"short", 1, bytes(32)]]),
-        _packed(TICKET_VERSION, "t", "w", "d", 1, 1, [], [[*GOOD_RANK[:4], b"short"]]),
-        _packed(TICKET_VERSION, "t", "w", "d", 1, 1, [], [[0, "x" * 300, *GOOD_RANK[2:]]]),
-        _packed(TICKET_VERSION, "t", "w", "d", 1, 1, [], [[-1, *GOOD_RANK[1:]]]),
-        _packed(TICKET_VERSION, "t", "w", "d", 1, 1, [], [GOOD_RANK, "x"]),
+        _packed(TICKET_VERSION + 1, "t", "w", "d", 1, 1, [], b"", []),
+        _packed(True, "t", "w", "d", 1, 1, [], b"", []),
+        _packed(1.0, "t", "w", "d", 1, 1, [], b"", []),
+        _packed(TICKET_VERSION, b"t", "w", "d", 1, 1, [], b"", []),
+        _packed(TICKET_VERSION, "t", "w", "d", -1, 1, [], b"", []),
+        _packed(TICKET_VERSION, "t", "w", "d", 1.0, 1, [], b"", []),
+        _packed(TICKET_VERSION, "t", "w", "d", True, 1, [], b"", []),
+        _packed(TICKET_VERSION, "t", "w", "d", 1, 1, None, b"", []),
+        _packed(TICKET_VERSION, "t", "w", "d", 1, 1, [-1], b"", []),
+        _packed(TICKET_VERSION, "t", "w", "d", 1, 1, [0] * 5000, b"", []),
+        _packed(TICKET_VERSION, "t", "w", "d", 1, 1, [], b"", [GOOD_RANK[:4]]),
+        _packed(TICKET_VERSION, "t", "w", "d", 1, 1, [], b"", [[*GOOD_RANK[:2], b"short", *GOOD_RANK[3:]]]),
+        _packed(TICKET_VERSION, "t", "w", "d", 1, 1, [], b"", [[*GOOD_RANK[:4], b"short"]]),
+        _packed(TICKET_VERSION, "t", "w", "d", 1, 1, [], b"", [[*GOOD_RANK[:3], b"short", bytes(32)]]),
+        _packed(TICKET_VERSION, "t", "w", "d", 1, 1, [], bytes(33), []),
+        _packed(TICKET_VERSION, "t", "w", "d", 1, 1, [], "", []),
+        _packed(TICKET_VERSION, "t", "w", "d", 1, 1, [], b"", [[0, "x" * 300, *GOOD_RANK[2:]]]),
+        _packed(TICKET_VERSION, "t", "w", "d", 1, 1, [], b"", [[-1, *GOOD_RANK[1:]]]),
+        _packed(TICKET_VERSION, "t", "w", "d", 1, 1, [], b"", [GOOD_RANK, "x"]),
         # The right values, written in more bytes than needed: two texts must not mean one ticket.
-        base64.urlsafe_b64encode(msgpack.packb([1, "t", "w", "d", 1, 1, [], []]).replace(b"\x98\x01", b"\x98\xcc\x01")),
+        base64.urlsafe_b64encode(
+            msgpack.packb([2, "t", "w", "d", 1, 1, [], b"", []]).replace(b"\x99\x02", b"\x99\xcc\x02")
+        ),
     ],
 )  # fmt: skip
 def test_what_is_no_ticket_is_a_ticket_error(text):

@@ -92,11 +92,16 @@ class Peers:
             raise StaleError(f"the agent at {address} has restarted since the ticket was made", reason="EPOCH_CHANGED")
         return peer
 
-    def _introduce(self, address: str, deadline_s: float) -> Peer:
+    def client(self, address: str) -> ControlClient:
+        """The control client for an address, connected or not; raises PeerError when it can't be an agent's."""
         with self._lock:
-            client = self._clients.get(address)
-            if client is None:
-                client = self._clients[address] = _client(address)
+            if address not in self._clients:
+                self._clients[address] = _client(address)
+            return self._clients[address]
+
+    def _introduce(self, address: str, deadline_s: float) -> Peer:
+        client = self.client(address)
+        with self._lock:
             known = self._peers.get(address)
         digest = known.description.layout_digest if known else ""
         try:

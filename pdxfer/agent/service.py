@@ -26,6 +26,7 @@ from typing import Any
 
 from pdxfer.agent.arena import Arena
 from pdxfer.agent.fetch import Fetch, Received
+from pdxfer.agent.keeper import Keeper
 from pdxfer.agent.peers import Layouts, Peers
 from pdxfer.agent.source import OnEnd, Source
 from pdxfer.control import ControlServer
@@ -56,11 +57,11 @@ from pdxfer.messages import (
     Renewed,
 )
 from pdxfer.packing import KERNELS, Buffers, RequestShape, Side, native_available
-from pdxfer.ticket import Ticket
+from pdxfer.ticket import RankIssuer, Ticket
 from pdxfer.transfer import Ledger
 from pdxfer.transport import WINDOW_MESSAGES, Listener, Region, Transport, create_transport
 
-__all__ = ["Agent", "AgentConfig", "Memory"]
+__all__ = ["Agent", "AgentConfig", "Memory", "host_name"]
 
 _SWEEP_S = 0.05
 _PEERS_EVERY = 10
@@ -79,6 +80,7 @@ class AgentConfig:
         mode: ``auto``, ``packed`` or ``direct``. kernel: ``auto``, ``native``, ``numpy`` or ``torch``.
         arena_bytes: bound of the staging memory of one transport; chunk_bytes: bound of a message.
         window: chunks underway per edge; lease_s: how long an offer waits for its next sign of life.
+        hold_max_s: how long an offer may be held, by renewals, before anybody opens it.
         stall_s: how long a chunk waits for staging or for room on a channel.
         allow_remote: bind addresses other hosts can reach (until peers are authenticated: trusted networks only).
     """
@@ -96,6 +98,7 @@ class AgentConfig:
     chunk_bytes: int = 8 << 20
     window: int = 2
     lease_s: float = 30.0
+    hold_max_s: float = 600.0
     stall_s: float = 5.0
     allow_remote: bool = False
 
@@ -111,8 +114,8 @@ class AgentConfig:
             raise MisuseError(f"kernel {self.kernel!r} is not here; there are auto, {', '.join(known)}")
         if not 4096 <= self.chunk_bytes <= self.arena_bytes:
             raise MisuseError(f"chunk_bytes {self.chunk_bytes} must be in [4096, arena_bytes {self.arena_bytes}]")
-        if not all(0 < seconds < math.inf for seconds in (self.lease_s, self.stall_s)):
-            raise MisuseError(f"lease_s and stall_s must be positive and finite: {self}")
+        if not all(0 < seconds < math.inf for seconds in (self.lease_s, self.hold_max_s, self.stall_s)):
+            raise MisuseError(f"lease_s, hold_max_s and stall_s must be positive and finite: {self}")
         if not 1 <= self.window <= WINDOW_MESSAGES:
             raise MisuseError(f"window must be in [1, {WINDOW_MESSAGES}], which every channel has room for: {self}")
 
@@ -136,9 +139,10 @@ class Memory:
         self.buffers = Buffers(as_buffer(r.view if isinstance(r, Region) else r) for r in shared)
         self._pools = self.rank.pools()
         totals: dict[str, int] = {}
+        self._per_unit = self.rank.pages_per_unit()
         for holding in self.rank.holdings:
             pool = self._pools[holding.table]
-            totals[pool] = max(totals.get(pool, 0), holding.pages)
+            totals[pool] = max(totals.get(pool, 0), -(-holding.pages // self._per_unit[holding.table]))
         self.ledger = Ledger(totals)
         self._arenas: dict[str, Arena] = {}
         self._lock = threading.Lock()
@@ -148,9 +152,13 @@ class Memory:
         return Side(self.rank, self.buffers, tables)
 
     def units(self, side: Side) -> list[tuple[str, int]]:
-        """(pool, page) pairs that a request's tables name."""
-        tables = ((self._pools[name], table) for name, table in side.tables.items() if name in self._pools)
-        return [(pool, page) for pool, table in tables for page in table.tolist() if page >= 0]
+        """(pool, unit) pairs that a request's tables name, each once."""
+        found: dict[tuple[str, int], None] = {}
+        for name, table in side.tables.items():
+            if name in self._pools:
+                units = table[table >= 0] // self._per_unit[name]
+                found.update(dict.fromkeys((self._pools[name], unit) for unit in units.tolist()))
+        return list(found)
 
     def arena(self, scheme: str) -> Arena:
         """The staging arena of a transport; made on first use."""
@@ -178,6 +186,7 @@ class Agent(ControlHandler):
         self.layouts = Layouts()
         self.transports: dict[str, Transport] = {}
         self.peers = Peers(self._introduction, self.layouts, self.transports, host_name())
+        self.keeper = Keeper(self.peers, config.worker, config.rank, self.epoch)
         self._memory: Memory | None = None
         self._source: Source | None = None
         self._server: ControlServer | None = None
@@ -271,6 +280,7 @@ class Agent(ControlHandler):
             thread.join(timeout=_JOIN_S)
         if self._source is not None:
             self._source.sweep()  # nobody reads any more: what was quarantined is free
+        self.keeper.close()
         self.peers.close()
         for transport in self.transports.values():
             transport.close()
@@ -292,16 +302,24 @@ class Agent(ControlHandler):
         kv_tokens: int,
         state_tokens: int | None = None,
         sampled: Sequence[int] = (),
+        context: bytes = b"",
+        nonce: bytes | None = None,
         fence: Callable[[], None] | None = None,
         on_end: OnEnd | None = None,
     ) -> Ticket:
         """Seal a request's pages and slots; return this rank's part of its ticket (``Ticket.join`` makes the whole).
 
+        It does not wait: neither for a peer nor for the device.
+
         Args:
             transfer: id, the same on all ranks of the worker, unique while this process lives.
-            tables: page numbers by table name; all of them stay untouched until ``on_end``.
+            tables: page numbers by table name; all of them stay untouched until ``on_end``, apart from work already
+                launched, which ``fence`` waits for.
             kv_tokens: tokens with valid per-token rows; state_tokens: where the state stands (default kv_tokens).
-            fence: waits until the device has written everything; called before the pages are sealed.
+            context: digest of what the caches were computed from; the target's engine compares it.
+            nonce: 16 random bytes for the ticket; given when the worker's scheduler writes the ticket itself.
+            fence: waits until the device has written everything; called once, before the first byte is read, by a
+                peer's call. If it fails, so does the transfer.
             on_end: called with (transfer, outcome) once the pages are free again: completed, expired, aborted ...
 
         Raises:
@@ -311,12 +329,33 @@ class Agent(ControlHandler):
         shape = RequestShape(kv_tokens=_plain(kv_tokens), state_tokens=stands)
         tokens = [_plain(token) for token in sampled]
         return self.source.offer(
-            transfer, tables, shape, address=self.address, sampled=tokens, fence=fence, on_end=on_end
+            transfer,
+            tables,
+            shape,
+            address=self.address,
+            sampled=tokens,
+            context=context,
+            nonce=nonce,
+            fence=fence,
+            on_end=on_end,
         )
+
+    @property
+    def issuer(self) -> RankIssuer:
+        """Writes tickets in this rank's name, for the worker's own scheduler process; there once started."""
+        return self.source.issuer(self.address)
 
     def withdraw(self, transfer: str) -> None:
         """Take an offer back; its pages are free when ``on_end`` is called. Unknown or ended ones are ignored."""
         self.source.withdraw(transfer)
+
+    def keep(self, ticket: Ticket | str) -> None:
+        """Hold a ticket's lease at its source until a fetch of it begins here, or ``decline``. Returns at once."""
+        self.keeper.keep(_parsed(ticket))
+
+    def decline(self, ticket: Ticket | str, reason: str) -> None:
+        """Nobody will fetch this: its source may free it now. Best effort; returns at once."""
+        self.keeper.decline(_parsed(ticket), reason)
 
     def start_fetch(
         self,
@@ -336,7 +375,8 @@ class Agent(ControlHandler):
     ) -> Fetch:
         if math.isnan(timeout_s):
             raise MisuseError("a timeout that is no number never passes")
-        parsed = ticket if isinstance(ticket, Ticket) else Ticket.decode(ticket)
+        parsed = _parsed(ticket)
+        self.keeper.forget(parsed.transfer)
         with self._lock:
             if self._stop.is_set():
                 raise MisuseError("the agent is closed")
@@ -472,10 +512,16 @@ def _private_directory() -> PrivateDirectory:
 
 
 def _as_region(region: Any, name: str, exporter: Transport | None) -> Any:
-    """A transport's Region where a peer could read it directly, else the buffer itself."""
-    if isinstance(region, Region) or exporter is None or hasattr(region, "data_ptr"):
+    """A transport's Region where a peer could read it directly, else the buffer itself (memory of a device)."""
+    if isinstance(region, Region) or exporter is None:
         return region
+    if hasattr(region, "data_ptr"):
+        return exporter.register(region.numpy(), name) if region.device.type == "cpu" else region
     return exporter.register(region, name)
+
+
+def _parsed(ticket: Ticket | str) -> Ticket:
+    return ticket if isinstance(ticket, Ticket) else Ticket.decode(ticket)
 
 
 def _plain(number: Any) -> Any:

@@ -24,7 +24,7 @@ from pdxfer.errors import AbortedError, ExhaustedError, IncompatibleError, Misus
 from pdxfer.messages import LIMITS, Abort, Complete, Completed, Mode, Open, Opened, Renew, Renewed
 from pdxfer.packing import EdgeProgram, RequestShape, Side
 from pdxfer.plan import Edge, Plan, make_plan
-from pdxfer.ticket import RankTicket, Ticket, seal_rank, unseal
+from pdxfer.ticket import RankIssuer, Ticket, unseal
 from pdxfer.transfer import SOURCE, Event, Hold, Offer, State
 
 if TYPE_CHECKING:
@@ -51,6 +51,9 @@ class _Record:
     offer: Offer
     side: Side | None
     shape: RequestShape
+    nonce: bytes = b""
+    fence: Callable[[], None] | None = None
+    born_s: float = field(default_factory=time.monotonic)
     hold: Hold | None = None
     on_end: OnEnd | None = None
     plan: Plan | None = None
@@ -58,10 +61,18 @@ class _Record:
     ready: threading.Event | None = None
     sessions: dict[bytes, SourceSession] = field(default_factory=dict)
     session_names: list[bytes] = field(default_factory=list)
+    fencing: threading.Lock = field(default_factory=threading.Lock)
 
     def quiet(self) -> bool:
         """Whether no thread reads its pages, nor will."""
         return all(session.quiet() for session in self.sessions.values())
+
+    def await_fence(self) -> None:
+        """Wait, once, until the device has written the pages; whoever comes meanwhile waits too."""
+        with self.fencing:
+            if self.fence is not None:
+                self.fence()
+                self.fence = None
 
     def forget_request(self) -> None:
         """Drop what grows with the request's length."""
@@ -90,9 +101,11 @@ class Source:
         shape: RequestShape,
         *,
         address: str,
-        sampled: Sequence[int],
-        fence: Callable[[], None] | None,
-        on_end: OnEnd | None,
+        sampled: Sequence[int] = (),
+        context: bytes = b"",
+        nonce: bytes | None = None,
+        fence: Callable[[], None] | None = None,
+        on_end: OnEnd | None = None,
     ) -> Ticket:
         """Seal and lease a request's pages; see ``Agent.offer``."""
         if not isinstance(transfer, str) or not 0 < len(transfer) <= LIMITS["name_chars"]:
@@ -100,41 +113,33 @@ class Source:
         memory = self.memory
         side = memory.side(tables)
         side.check(memory.layout.spec, shape)
-        if fence is not None:
-            fence()  # outside the lock: it may wait for a device, and leases must go on
+        nonce = secrets.token_bytes(16) if nonce is None else nonce
+        ticket = self.issuer(address).issue(
+            transfer,
+            kv_tokens=shape.kv_tokens,
+            state_tokens=shape.state_tokens,
+            sampled=sampled,
+            context=context,
+            nonce=nonce,
+        )
         with self._lock:
             if (False, transfer) in self._records:
                 raise MisuseError(f"transfer {transfer!r} was offered before", hint="use a fresh id for every hand-off")
             hold = memory.ledger.open(transfer, memory.units(side), SOURCE)
-            try:
-                ticket = self._seal(transfer, shape, hold, address, sampled)
-            except BaseException:
-                memory.ledger.fire(hold, Event.GIVE_UP)
-                memory.ledger.fire(hold, Event.QUIET)
-                raise
             memory.ledger.fire(hold, Event.SEAL)
             memory.ledger.fire(hold, Event.ISSUE)
             offer = self._new_offer(transfer, hold.generation)
-            self._remember((False, transfer), _Record(offer=offer, side=side, shape=shape, hold=hold, on_end=on_end))
+            record = _Record(offer=offer, side=side, shape=shape, nonce=nonce, fence=fence, hold=hold, on_end=on_end)
+            self._remember((False, transfer), record)
             self.counters["offered"] += 1
         return ticket
 
-    def _seal(self, transfer: str, shape: RequestShape, hold: Hold, address: str, sampled: Sequence[int]) -> Ticket:
-        common = Ticket(
-            transfer=transfer,
-            worker=self.config.worker,
-            layout_digest=self.memory.layout.digest,
-            state_tokens=shape.state_tokens,
-            kv_tokens=shape.kv_tokens,
-            sampled=tuple(sampled),
+    def issuer(self, address: str) -> RankIssuer:
+        """What writes tickets in our name; peers reach us at ``address``."""
+        digest, rank = self.memory.layout.digest, self.config.rank
+        return RankIssuer(
+            worker=self.config.worker, layout_digest=digest, rank=rank, address=address, epoch=self.epoch, key=self._key
         )
-        part = RankTicket(rank=self.config.rank, address=address, epoch=self.epoch, generation=hold.generation)
-        try:
-            ticket = seal_rank(common, part, self._key)
-            Ticket.decode(ticket.encode())
-        except (TypeError, ValueError, OverflowError) as error:
-            raise MisuseError(f"{transfer!r}: no ticket can carry this offer: {error}") from error
-        return ticket
 
     def withdraw(self, transfer: str, why: str = "withdrawn") -> None:
         """End an offer; unknown and ended ones are ignored."""
@@ -177,6 +182,7 @@ class Source:
             first_token=message.first_token,
             state_tokens=record.shape.state_tokens,
         )
+        self._fence(record)
         readers = plan.readers(self.config.rank, relay=message.relay)
         if message.target_rank not in readers:
             raise TicketError(f"{message.transfer}: target rank {message.target_rank} does not read from this rank")
@@ -198,20 +204,29 @@ class Source:
             mode=served.mode,
         )
 
+    def _fence(self, record: _Record) -> None:
+        """Wait in this peer's call, not in the engine's loop; a device that failed ends the offer."""
+        try:
+            record.await_fence()
+        except Exception as error:  # the engine's own code; see errors.py: the peer learns that this transfer is over
+            if self._first_end(record, f"aborted: the fence failed: {error}"):
+                self._give_up(record)
+            raise AbortedError(f"{record.offer.transfer}: the source could not finish it: {error}") from error
+
     def _admit(self, message: Open) -> _Record:
         """The record that a ticket opens; refuses edited, foreign and outlived tickets."""
         return self._admit_sibling(message) if message.relay else self._admit_target(message)
 
-    def _admit_target(self, message: Open) -> _Record:
+    def _admit_target(self, message: Open | Abort | Renew) -> _Record:
         ticket = Ticket.decode(message.ticket)
         part = unseal(ticket, self.config.rank, self.epoch, self._key)
         record = self._records.get((False, ticket.transfer))
         if record is None or ticket.transfer != message.transfer:
             what = f"transfer {ticket.transfer!r} is not (or no longer) offered here"
             raise StaleError(what, reason="UNKNOWN_TRANSFER")
-        if part.generation != record.offer.generation:
-            what = f"the ticket is of generation {part.generation}, it is {record.offer.generation}"
-            raise StaleError(f"{ticket.transfer}: {what}", reason="STALE_GENERATION")
+        if not hmac.compare_digest(part.nonce, record.nonce):
+            what = f"{ticket.transfer}: the ticket is of an earlier offer of this id"
+            raise StaleError(what, reason="STALE_TICKET")
         return record
 
     def _admit_sibling(self, message: Open) -> _Record:
@@ -274,19 +289,27 @@ class Source:
         return Completed(state=record.offer.ended or State.LEASED.value)
 
     def abort(self, message: Abort) -> Completed:
-        """End a transfer on a reader's word."""
+        """End a transfer on a reader's word, or on that of whoever holds its ticket."""
         with self._lock:
-            if message.session not in self._by_session:
+            if message.ticket:
+                record = self._admit_target(message)
+                first = record.offer.end(f"declined by {message.target_worker}: {message.reason}")
+            elif message.session in self._by_session:
+                record = self._record(message.session, message.transfer)
+                first = record.offer.abort(message.target_rank, message.session, message.reason)
+            else:
                 return Completed(state="unknown")
-            record = self._record(message.session, message.transfer)
-            first = record.offer.abort(message.target_rank, message.session, message.reason)
         if first:
             self._give_up(record)
         return Completed(state=record.offer.ended)
 
     def renew(self, message: Renew) -> Renewed:
-        """Extend a lease."""
+        """Extend a lease; with only a ticket to show, no longer than ``hold_max_s`` after the offer."""
         with self._lock:
+            if message.ticket:
+                record, now_s = self._admit_target(message), time.monotonic()
+                until_s = record.born_s + self.config.hold_max_s
+                return Renewed(lease_s=record.offer.hold(now_s, until_s))
             record = self._record(message.session, message.transfer)
             return Renewed(lease_s=record.offer.renew(time.monotonic(), message.target_rank, message.session))
 

@@ -127,20 +127,22 @@ class CompleteResponse(_message.Message):
     def __init__(self, state: _Optional[str] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
-    __slots__ = ("transfer", "epoch", "session", "target_worker", "target_rank", "reason")
+    __slots__ = ("transfer", "epoch", "session", "target_worker", "target_rank", "reason", "ticket")
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     TARGET_WORKER_FIELD_NUMBER: _ClassVar[int]
     TARGET_RANK_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
     transfer: str
     epoch: bytes
     session: bytes
     target_worker: str
     target_rank: int
     reason: str
-    def __init__(self, transfer: _Optional[str] = ..., epoch: _Optional[bytes] = ..., session: _Optional[bytes] = ..., target_worker: _Optional[str] = ..., target_rank: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+    ticket: bytes
+    def __init__(self, transfer: _Optional[str] = ..., epoch: _Optional[bytes] = ..., session: _Optional[bytes] = ..., target_worker: _Optional[str] = ..., target_rank: _Optional[int] = ..., reason: _Optional[str] = ..., ticket: _Optional[bytes] = ...) -> None: ...
 
 class AbortResponse(_message.Message):
     __slots__ = ("state",)
@@ -149,18 +151,20 @@ class AbortResponse(_message.Message):
     def __init__(self, state: _Optional[str] = ...) -> None: ...
 
 class RenewRequest(_message.Message):
-    __slots__ = ("transfer", "epoch", "session", "target_worker", "target_rank")
+    __slots__ = ("transfer", "epoch", "session", "target_worker", "target_rank", "ticket")
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     TARGET_WORKER_FIELD_NUMBER: _ClassVar[int]
     TARGET_RANK_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
     transfer: str
     epoch: bytes
     session: bytes
     target_worker: str
     target_rank: int
-    def __init__(self, transfer: _Optional[str] = ..., epoch: _Optional[bytes] = ..., session: _Optional[bytes] = ..., target_worker: _Optional[str] = ..., target_rank: _Optional[int] = ...) -> None: ...
+    ticket: bytes
+    def __init__(self, transfer: _Optional[str] = ..., epoch: _Optional[bytes] = ..., session: _Optional[bytes] = ..., target_worker: _Optional[str] = ..., target_rank: _Optional[int] = ..., ticket: _Optional[bytes] = ...) -> None: ...
 
 class RenewResponse(_message.Message):
     __slots__ = ("lease_s",)

@@ -15,7 +15,7 @@ import pytest
 from pdxfer import errors
 from pdxfer.cli.main import COMMANDS, cli, main
 
-HEAVY = {"torch", "transformers", "grpc", "google.protobuf", "numpy", "zmq", "rich", "msgpack"}
+HEAVY = {"aiohttp", "torch", "transformers", "grpc", "google.protobuf", "numpy", "zmq", "rich", "msgpack"}
 
 
 def run(*argv: str, code: str = "", **env: str) -> subprocess.CompletedProcess[str]:

@@ -21,6 +21,7 @@ BINARY = {".so", ".pyc", ".png"}
 
 # first name of the import -> the modules that may import it at all
 ALLOWED = {
+    "aiohttp": r"proxy",
     "torch": r"kernels|(connectors|bench|demo|testing)(\..*)?",
     "transformers": r"(connectors|bench|demo|testing)(\..*)?",
     "grpc": r"(control|agent)(\..*)?",

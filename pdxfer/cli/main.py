@@ -33,12 +33,13 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "bench": ("pdxfer.bench.cli:bench", "Measure copies, plans and hand-offs against this machine's own ceilings."),
     "demo": ("pdxfer.cli.demo:demo", "Move one request between two real hybrid-model workers and compare every byte."),
     "plan": ("pdxfer.cli.plan:plan", "Show who sends what to whom between two worker layouts."),
+    "proxy": ("pdxfer.cli.proxy:proxy", "Route OpenAI requests through a prefill and a decode server."),
     "size": ("pdxfer.cli.size:size", "Show what a model's caches cost per token, per request and per rank."),
     "version": ("pdxfer.cli.main:version", "Show the version and which optional parts are installed."),
 }
 
 # module that an optional command may miss -> the extra that brings it
-EXTRAS = {"torch": "hf", "transformers": "hf"}
+EXTRAS = {"aiohttp": "proxy", "torch": "hf", "transformers": "hf"}
 
 
 @dataclass(slots=True)

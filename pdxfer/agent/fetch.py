@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Fetch", "Received"]
 
-_RPC_S = 5.0
 _JOIN_S = 10.0
 _ABORT_S = 1.0
 _log = logging.getLogger("pdxfer.agent")
@@ -93,6 +92,7 @@ class Fetch:
         self.ledger = agent.memory.ledger
         self.hold: Hold = self.ledger.open(ticket.transfer, agent.memory.units(self.side), TARGET)
         self._cancel = Cancel()
+        self._on_done: Callable[[], None] | None = None
         self._done = threading.Event()
         self._result: Received | None = None
         self._seconds: dict[str, float] = {"negotiate": 0.0, "plan": 0.0}
@@ -102,8 +102,9 @@ class Fetch:
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
 
-    def start(self) -> None:
-        """Begin in a thread of its own; called once, or ``run`` is."""
+    def start(self, on_done: Callable[[], None] | None = None) -> None:
+        """Begin in a thread of its own; called once, or ``run`` is. ``on_done`` must not raise."""
+        self._on_done = on_done
         name = f"pdxfer-{self.agent.config.rank}-fetch"
         threading.Thread(target=self.run, name=name, daemon=True).start()
 
@@ -128,7 +129,7 @@ class Fetch:
     def wait(self) -> Received:
         """Wait for the end: returns once, and the pages are then HANDED to the engine; raises the first error."""
         while not self._done.wait(1.0):
-            if time.monotonic() > self.deadline_s + _JOIN_S + 2 * _RPC_S:
+            if time.monotonic() > self.deadline_s + _JOIN_S + 2 * self.agent.config.call_s:
                 raise DeadlineError(
                     f"{self.ticket.transfer}: our own threads did not end in time; the pages stay quarantined"
                 )
@@ -165,6 +166,8 @@ class Fetch:
                 raise
         finally:
             self._done.set()
+            if self._on_done is not None:
+                self._on_done()
 
     def _prepare(self) -> tuple[Plan, dict[int, Peer]]:
         """Meet the sources and agree on layouts; returns the plan and our source peers by rank."""
@@ -323,7 +326,7 @@ class Fetch:
                     f"{self.ticket.transfer}: {'a sibling' if patient else 'the source'} was not ready in time"
                 )
             try:
-                return call(min(_RPC_S, left_s))
+                return call(min(self.agent.config.call_s, left_s))
             except ExhaustedError as error:
                 if not patient:
                     raise
@@ -344,7 +347,7 @@ class Fetch:
                         transfer=self.ticket.transfer, epoch=self.agent.epoch, session=opened.session,
                         target_worker=config.worker, target_rank=config.rank,
                     ),
-                    timeout_s=max(0.001, min(_RPC_S, self.deadline_s - now_s)),
+                    timeout_s=max(0.001, min(config.call_s, self.deadline_s - now_s)),
                 )  # fmt: skip
 
         return EdgeReader(
@@ -360,7 +363,7 @@ class Fetch:
             target_worker=config.worker, target_rank=config.rank, generation=opened.generation,
             payload_bytes=stats.payload_bytes,
         )  # fmt: skip
-        peer.client.complete(message, timeout_s=max(0.001, min(_RPC_S, self.deadline_s - time.monotonic())))
+        peer.client.complete(message, timeout_s=max(0.001, min(config.call_s, self.deadline_s - time.monotonic())))
 
     def _await_readers(self) -> None:
         """Our pages may not change (and we are not READY) before every sibling has read its share."""

@@ -65,9 +65,15 @@ class Peers:
     """All peers of one agent. Thread-safe."""
 
     def __init__(
-        self, hello: Callable[[str], Describe], layouts: Layouts, transports: Mapping[str, Transport], host: str
+        self,
+        hello: Callable[[str], Describe],
+        layouts: Layouts,
+        transports: Mapping[str, Transport],
+        host: str,
+        call_s: float,
     ) -> None:
         self._hello, self._layouts, self._transports, self._host = hello, layouts, transports, host
+        self._call_s = call_s
         self._clients: dict[str, ControlClient] = {}
         self._peers: dict[str, Peer] = {}
         self._idle: dict[tuple[str, bytes], list[PeerChannel]] = {}
@@ -105,7 +111,7 @@ class Peers:
             known = self._peers.get(address)
         digest = known.description.layout_digest if known else ""
         try:
-            found = client.describe(self._hello(digest), timeout_s=_time_left(deadline_s))
+            found = client.describe(self._hello(digest), timeout_s=_time_left(deadline_s, self._call_s))
         except PeerError as error:
             if error.reason == "PEER_UNREACHABLE":
                 self._drop_client(address, client)
@@ -165,7 +171,7 @@ class Peers:
                 if idle is not None:
                     return address, idle
                 try:
-                    channel = transport.connect(address, timeout_s=min(_CONNECT_S, _time_left(deadline_s)))
+                    channel = transport.connect(address, timeout_s=_time_left(deadline_s, _CONNECT_S))
                 except (TransportError, DeadlineError, MisuseError) as error:
                     failures.append(f"{address}: {error.message}")
                     self.fallbacks[(scheme, error.reason)] += 1
@@ -237,7 +243,7 @@ def _client(address: str) -> ControlClient:
         raise PeerError(f"{address!r} can't be the address of an agent: {error.message}", reason="PROTOCOL") from error
 
 
-def _time_left(deadline_s: float, cap_s: float = 5.0) -> float:
+def _time_left(deadline_s: float, cap_s: float) -> float:
     left_s = deadline_s - time.monotonic()
     if left_s <= 0:
         raise DeadlineError("out of time before the peer was asked")

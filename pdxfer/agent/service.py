@@ -81,6 +81,7 @@ class AgentConfig:
         arena_bytes: bound of the staging memory of one transport; chunk_bytes: bound of a message.
         window: chunks underway per edge; lease_s: how long an offer waits for its next sign of life.
         hold_max_s: how long an offer may be held, by renewals, before anybody opens it.
+        call_s: bound of one control call; a machine whose cores are all busy needs more.
         stall_s: how long a chunk waits for staging or for room on a channel.
         allow_remote: bind addresses other hosts can reach (until peers are authenticated: trusted networks only).
     """
@@ -99,6 +100,7 @@ class AgentConfig:
     window: int = 2
     lease_s: float = 30.0
     hold_max_s: float = 600.0
+    call_s: float = 5.0
     stall_s: float = 5.0
     allow_remote: bool = False
 
@@ -114,8 +116,8 @@ class AgentConfig:
             raise MisuseError(f"kernel {self.kernel!r} is not here; there are auto, {', '.join(known)}")
         if not 4096 <= self.chunk_bytes <= self.arena_bytes:
             raise MisuseError(f"chunk_bytes {self.chunk_bytes} must be in [4096, arena_bytes {self.arena_bytes}]")
-        if not all(0 < seconds < math.inf for seconds in (self.lease_s, self.hold_max_s, self.stall_s)):
-            raise MisuseError(f"lease_s, hold_max_s and stall_s must be positive and finite: {self}")
+        if not all(0 < s < math.inf for s in (self.lease_s, self.hold_max_s, self.call_s, self.stall_s)):
+            raise MisuseError(f"lease_s, hold_max_s, call_s and stall_s must be positive and finite: {self}")
         if not 1 <= self.window <= WINDOW_MESSAGES:
             raise MisuseError(f"window must be in [1, {WINDOW_MESSAGES}], which every channel has room for: {self}")
 
@@ -185,7 +187,7 @@ class Agent(ControlHandler):
         self.fetched: Counter[str] = Counter()
         self.layouts = Layouts()
         self.transports: dict[str, Transport] = {}
-        self.peers = Peers(self._introduction, self.layouts, self.transports, host_name())
+        self.peers = Peers(self._introduction, self.layouts, self.transports, host_name(), config.call_s)
         self.keeper = Keeper(self.peers, config.worker, config.rank, self.epoch)
         self._memory: Memory | None = None
         self._source: Source | None = None
@@ -364,10 +366,11 @@ class Agent(ControlHandler):
         *,
         first_token: int = 0,
         timeout_s: float = 30.0,
+        on_done: Callable[[], None] | None = None,
     ) -> Fetch:
-        """Begin to fetch a transfer into our own pages; see ``fetch``."""
+        """Begin to fetch a transfer into our own pages; see ``fetch``. ``on_done``: called by its thread at the end."""
         fetch = self._new_fetch(ticket, tables, first_token, timeout_s)
-        fetch.start()
+        fetch.start(on_done)
         return fetch
 
     def _new_fetch(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 import re
 import subprocess
 import sys
@@ -22,6 +23,7 @@ BINARY = {".so", ".pyc", ".png"}
 # first name of the import -> the modules that may import it at all
 ALLOWED = {
     "aiohttp": r"proxy",
+    "vllm": r"connectors\.vllm.*",
     "torch": r"kernels|(connectors|bench|demo|testing)(\..*)?",
     "transformers": r"(connectors|bench|demo|testing)(\..*)?",
     "grpc": r"(control|agent)(\..*)?",
@@ -89,6 +91,8 @@ def test_all_is_sorted_and_its_names_exist(path: Path) -> None:
         assert all(word.startswith("_") for word in defined), f"{name} defines {defined} and has no __all__"
         return
     assert names == sorted(set(names), key=sort_key)
+    if name == "pdxfer.connectors.vllm" and importlib.util.find_spec("vllm") is None:
+        pytest.skip("it subclasses vLLM's own classes; where vLLM is, tests/vllm load it in real servers")
     module = importlib.import_module(name)
     assert [word for word in names if not hasattr(module, word)] == []
 

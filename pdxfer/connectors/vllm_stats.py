@@ -90,17 +90,18 @@ class PdxferStats:
         return bool(self.data == _empty())
 
 
-class PdxferPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """The table above, registered with vLLM's endpoint."""
+class PdxferPromMetrics:
+    """The table above, registered with vLLM's endpoint.
+
+    Args:
+        metric_types: vLLM's own class for each of Prometheus' (they differ where a Ray cluster collects metrics).
+    """
 
     def __init__(
-        self,
-        vllm_config: Any,
-        metric_types: Any,
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
+        self, metric_types: Mapping[type, Any], labelnames: list[str], labelvalues: Mapping[int, list[object]]
     ) -> None:
-        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        classes = {kind.__name__: own for kind, own in metric_types.items()}
+        self._counter_cls, self._labelvalues = classes["Counter"], labelvalues
         outcome = [*labelnames, "outcome"]
         self._outcomes = {
             "transfers": self._counter("transfers", "Loads by outcome.", outcome),

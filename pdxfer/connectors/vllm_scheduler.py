@@ -281,8 +281,8 @@ def _check_ticket(request: Any, params: Mapping[str, Any], tokens: int) -> None:
 
 def _drop_last_token(request: Any) -> None:
     """Shorten a prompt by one token, everywhere vLLM's ``Request`` keeps it, and ask for one token."""
-    del request.prompt_token_ids[-1:]
-    del request._all_token_ids[-1:]
+    request.prompt_token_ids = request.prompt_token_ids[:-1]  # the list may be shared with others of n > 1
+    del request._all_token_ids[-1:]  # its own, and seen through a read-only view made at its start
     request.num_prompt_tokens -= 1
     request.max_tokens = 1
 

@@ -1,0 +1,399 @@
+"""The reader of vLLM's tensors: its layouts move a request as vLLM's kernels see it, and misfits are refused by name.
+
+The law's engines below are written from vLLM's side: they allocate as a release does and fill pages through the very
+arrays it would register, by slicing of their own. Nothing of the layout is used for that.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pdxfer.connectors.vllm_tensors import CacheGroup, CacheView, RankTensors, read_layout
+from pdxfer.layout import Layout
+from pdxfer.models import spec_from_config
+from pdxfer.packing import RequestShape
+from pdxfer.plan import make_plan
+from pdxfer.spec import DTYPE_BYTES, CacheSpec, Component
+from pdxfer.testing.oracle import Memory, Oracle
+from pdxfer.testing.strategies import preset_spec
+from tests.moving import move
+
+QWEN = {
+    "model_type": "qwen3_next", "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "head_dim": 64, "full_attention_interval": 4, "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8, "linear_key_head_dim": 64, "linear_value_head_dim": 64, "linear_conv_kernel_dim": 4,
+    "vocab_size": 128,
+}  # fmt: skip
+#: K and V of other widths, so that sizes tell a transposed S too.
+UNEQUAL = spec_from_config({**QWEN, "head_dim": 4, "linear_key_head_dim": 4, "linear_value_head_dim": 6})
+
+# ---------------------------------------------------------------- vLLM, as far as memory goes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """How one release and its options lay caches out."""
+
+    release: str = "0.32"
+    order: str = "LBHNC"
+    kernel_pages: int = 1
+    conv_order: str = "SD"
+    speculative: int = 0
+    state_order: str = "VK"
+    interior: str = "row"
+    state_dtype: str = "float32"
+    mode: str = "align"
+    conv_apart: bool = False
+    replicated: bool = False
+
+
+@dataclass
+class Engine:
+    """One rank: its memory, and what it would register."""
+
+    spec: CacheSpec
+    form: Form
+    rank: int
+    size: int
+    num_blocks: int
+    views: dict[str, list[CacheView]] = field(default_factory=dict)
+    arrays: dict[str, list[np.ndarray]] = field(default_factory=dict)
+    groups: list[CacheGroup] = field(default_factory=list)
+    storages: dict[int, np.ndarray] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        kinds = {kind: self.layers(kind) for kind in ("state", "attention", "latent")}
+        kinds = {kind: layers for kind, layers in kinds.items() if layers}
+        depth = min(map(len, kinds.values()))
+        self.block_tokens = self._block_tokens(kinds)
+        chunks = [(k, layers[i : i + depth]) for k, layers in kinds.items() for i in range(0, len(layers), depth)]
+        self.page = max(self._nbytes(kind) for kind in kinds)
+        for kind, layers in chunks:
+            self.groups.append(self._group(len(self.groups), kind, layers))
+        if self.form.release == "0.32":
+            self._storage(depth * self.num_blocks * self.page)
+        for slot in range(depth):
+            if self.form.release != "0.32":
+                self._storage(self.num_blocks * self.page)
+            for group in self.groups:
+                if slot < len(group.layers):
+                    self._register(group, slot, depth)
+
+    def layers(self, kind: str) -> list[int]:
+        first = {"state": ("S", "conv.x"), "attention": ("kv.k",), "latent": ("latent",)}[kind]
+        return sorted({x for c in self.spec.components if c.name in first for x in c.layers})
+
+    def _storage(self, nbytes: int) -> None:
+        self.storages[1000 + len(self.storages)] = np.zeros(nbytes, np.uint8)
+
+    # -- sizes, as vLLM's calculators have them
+
+    def heads(self) -> list[int]:
+        units = self.spec["kv.k"].shape[0]
+        if units >= self.size:
+            return list(range(self.rank * units // self.size, (self.rank + 1) * units // self.size))
+        return [self.rank // (self.size // units)]
+
+    def conv(self) -> list[Component]:
+        return [c for c in self.spec.components if c.name.startswith("conv.")]
+
+    def chunk(self, name: str, values: np.ndarray) -> np.ndarray:
+        """What this rank has of a state component, cut along its first axis."""
+        if self.form.replicated or (name in ("conv.B", "conv.C") and self.spec[name].ownership.units == 1):
+            return values
+        width = len(values) // self.size
+        return values[self.rank * width : (self.rank + 1) * width]
+
+    def states(self, values: dict[str, np.ndarray]) -> list[np.ndarray]:
+        """All states of a layer from its global components, as the kernels keep them."""
+        found = []
+        if parts := [self.chunk(c.name, values[c.name]) for c in self.conv()]:
+            for part in parts if self.form.conv_apart else [np.concatenate(parts)]:
+                rows = np.full((part.shape[1] + self.form.speculative, len(part)), 0xEEEE, part.dtype)
+                rows[: part.shape[1]] = part.T
+                found.append(rows if self.form.conv_order == "SD" else rows.T)
+        if "S" in values:
+            state = self.chunk("S", values["S"])
+            if parts and state.ndim == 3 and "V" in [a.name for a in self.spec["S"].axes]:
+                state = state.transpose(0, 2, 1)
+            found.append(state)
+        return found
+
+    def _zeros(self) -> list[np.ndarray]:
+        words = {name: np.dtype(f"u{DTYPE_BYTES[self._dtype(name)]}") for name in self._state_names()}
+        return self.states({name: np.zeros(self.spec[name].shape, word) for name, word in words.items()})
+
+    def _state_names(self) -> list[str]:
+        return [c.name for c in self.spec.components if c.name == "S" or c.name.startswith("conv.")]
+
+    def _dtype(self, name: str) -> str:
+        return self.form.state_dtype if name == "S" else "bfloat16"
+
+    def _row(self, kind: str) -> int:
+        names = {"attention": ("kv.k", "kv.v"), "latent": ("latent", "rope")}[kind]
+        return sum(self.spec[name].shape[-1] for name in names if name in self.spec)
+
+    def _block_tokens(self, kinds: dict[str, list[int]]) -> int:
+        paged = "attention" if "attention" in kinds else "latent"
+        row = 2 * self._row(paged) * (len(self.heads()) if paged == "attention" else 1)
+        step = 4 * self.form.kernel_pages
+        return step * max(2, -(-(self._nbytes("state") if "state" in kinds else 0) // (row * step)))
+
+    def _nbytes(self, kind: str) -> int:
+        if kind == "state":
+            return -(-sum(state.nbytes for state in self._zeros()) // 4) * 4
+        return 2 * self.block_tokens * self._row(kind) * (len(self.heads()) if kind == "attention" else 1)
+
+    def _group(self, index: int, kind: str, layers: list[int]) -> CacheGroup:
+        ends = {"state": "mixer", "attention": "self_attn.attn", "latent": "self_attn.mla"}
+        facts: dict[str, Any] = {}
+        if kind == "state":
+            states = self._zeros()
+            dtypes = [self._dtype("conv")] * (len(states) - ("S" in self.spec)) + [self._dtype("S")] * (
+                "S" in self.spec
+            )
+            facts = {"state_shapes": tuple(s.shape for s in states), "state_dtypes": tuple(dtypes)}
+            facts |= {"state_order": self.form.state_order, "mode": self.form.mode, "replicated": self.form.replicated}
+        elif kind == "attention":
+            dims = self.spec["kv.k"].shape[1], self.spec["kv.v"].shape[1]
+            facts = {"kv_heads": len(self.heads()), "head_size": dims[0], "head_size_v": dims[1], "dtype": "bfloat16"}
+            facts["interior"] = self.form.interior
+        else:
+            facts = {"kv_heads": 1, "head_size": self._row(kind), "dtype": "bfloat16"}
+        names = tuple(f"language_model.model.layers.{layer}.{ends[kind]}" for layer in layers)
+        return CacheGroup(index=index, layers=names, kind=kind, block_tokens=self.block_tokens, **facts)
+
+    # -- tensors
+
+    def _register(self, group: CacheGroup, slot: int, depth: int) -> None:
+        read = {"0.32": self._unified, "0.25": self._slots, "0.20": self._slots}[self.form.release]
+        storage = list(self.storages)[-1]
+        arrays, dtypes = read(group, slot, depth)
+        self.arrays[group.layers[slot]] = arrays
+        base = self.storages[storage].__array_interface__["data"][0]
+        self.views[group.layers[slot]] = [
+            CacheView(
+                shape=a.shape, strides=tuple(s // a.itemsize for s in a.strides), dtype=dtype, storage=storage,
+                storage_bytes=self.storages[storage].nbytes, offset=a.__array_interface__["data"][0] - base,
+            )
+            for a, dtype in zip(arrays, dtypes, strict=True)
+        ]  # fmt: skip
+
+    def _array(self, shape: tuple[int, ...], strides: tuple[int, ...], word: str, offset: int) -> np.ndarray:
+        return np.ndarray(shape, word, self.storages[list(self.storages)[-1]].data, offset, strides)
+
+    def _unified(self, group: CacheGroup, slot: int, depth: int) -> tuple[list[np.ndarray], list[str]]:
+        """One allocation; [L, B, H, N, C] in any order."""
+        order, blocks = self.form.order, self.num_blocks
+        layers_outside = order.index("L") < order.index("B")
+        layer, block = (blocks * self.page, self.page) if layers_outside else (self.page, depth * self.page)
+        if group.kind == "state":
+            nbytes = sum(state.nbytes for state in self._zeros())
+            return [self._array((blocks, 1, 1, nbytes), (block, nbytes, nbytes, 1), "i1", slot * layer)], ["int8"]
+        heads, width = (
+            (len(self.heads()), self._row("attention")) if group.kind == "attention" else (1, self._row("latent"))
+        )
+        extents = {"L": depth, "B": blocks, "H": heads, "N": self.block_tokens, "C": width}
+        strides, reach = {}, 2
+        for axis in reversed(order):
+            strides[axis], reach = reach, reach * extents[axis]
+        pages = self.form.kernel_pages
+        if self.layers("state"):
+            strides |= {"L": layer, "B": block}
+        rows = self.block_tokens // pages
+        if pages > 1:  # a block is dense then, and so are its kernel pages
+            assert (order, strides["B"]) == ("LBNHC", 2 * heads * self.block_tokens * width) or order == "LBHNC"
+            strides["B"], strides["H"] = strides["B"] // pages, strides["H"] // (pages if order == "LBHNC" else 1)
+        shape = (blocks * pages, heads, rows, width)
+        return [self._array(shape, tuple(strides[a] for a in "BHNC"), "u2", slot * strides["L"])], ["bfloat16"]
+
+    def _slots(self, group: CacheGroup, slot: int, depth: int) -> tuple[list[np.ndarray], list[str]]:
+        """One allocation per slot; K and V apart; every state a tensor."""
+        blocks, rows = self.num_blocks, self.block_tokens
+        if group.kind == "state":
+            found, at = [], 0
+            for state in self._zeros():
+                found.append(self._array((blocks, *state.shape), (self.page, *_dense(state)), state.dtype.str, at))
+                at += state.nbytes
+            return found, list(group.state_dtypes)
+        if group.kind == "latent":
+            width = 2 * self._row("latent")
+            return [self._array((blocks, rows, width // 2), (self.page, width, 2), "u2", 0)], ["bfloat16"]
+        heads, dim = len(self.heads()), group.head_size
+        pair, block = rows * heads * dim * 2, self.page
+        if self.form.release == "0.20" and not self.layers("state"):  # in hybrids a block's K and V are neighbours
+            pair, block = blocks * pair, pair
+        within = (heads * dim * 2, dim * 2) if self.form.order == "NHD" else (dim * 2, rows * dim * 2)
+        strides = {"0.25": (block, pair), "0.20": (pair, block)}[self.form.release]
+        shape = {"0.25": (blocks, 2), "0.20": (2, blocks)}[self.form.release]
+        return [self._array((*shape, rows, heads, dim), (*strides, *within, 2), "u2", 0)], ["bfloat16"]
+
+    # -- a request
+
+    def fill(self, blocks: list[list[int]], oracle: Oracle) -> None:
+        """Write a request as the model would."""
+        for group in self.groups:
+            for name in group.layers:
+                layer = int(name.split(".")[3])
+                if group.kind == "state":
+                    names = [n for n in self._state_names() if layer in self.spec[n].layers]
+                    values = {n: oracle.tensor(n, layer, self._dtype(n))[0] for n in names}
+                    index = -(-oracle.tokens // self.block_tokens) - 1 if self.form.mode == "align" else 0
+                    self._write_state(self.arrays[name], blocks[group.index][index], values)
+                    continue
+                for token in range(oracle.tokens):
+                    index, row = divmod(token, self.block_tokens)
+                    self._write_token(
+                        group, self.arrays[name][0], blocks[group.index][index], row, token, layer, oracle
+                    )
+
+    def _write_state(self, arrays: list[np.ndarray], block: int, values: dict[str, np.ndarray]) -> None:
+        kept = self.states(values)
+        if self.form.state_order == "KV":  # the same shape, other bytes
+            kept[-1] = np.ascontiguousarray(kept[-1].transpose(0, 2, 1)).reshape(kept[-1].shape)
+        if len(arrays) > 1 or arrays[0].dtype != np.int8:
+            for array, state in zip(arrays, kept, strict=True):
+                where = array[block] != 0xEEEE  # never: speculation's rows are kept as they are
+                array[block] = np.where((state == 0xEEEE) & where, array[block], state)
+            return
+        page, at = arrays[0][block, 0, 0], 0
+        for state in kept:
+            raw = np.ascontiguousarray(state)
+            old = np.frombuffer(page[at : at + raw.nbytes].tobytes(), raw.dtype).reshape(raw.shape)
+            page[at : at + raw.nbytes] = np.frombuffer(np.where(raw == 0xEEEE, old, raw).tobytes(), np.int8)
+            at += raw.nbytes
+
+    def _write_token(
+        self, group: CacheGroup, array: np.ndarray, block: int, row: int, token: int, layer: int, oracle: Oracle
+    ) -> None:
+        if group.kind == "latent":
+            parts = [oracle.tensor(n, layer)[token] for n in ("latent", "rope") if n in self.spec]
+            page, row = block * self.form.kernel_pages, row
+            rows = self.block_tokens // self.form.kernel_pages
+            target = array[page + row // rows] if array.ndim == 3 else array[page + row // rows, 0]
+            target[row % rows] = np.concatenate(parts)
+            return
+        for local, head in enumerate(self.heads()):
+            k, v = oracle.tensor("kv.k", layer)[token, head], oracle.tensor("kv.v", layer)[token, head]
+            if array.ndim == 5:
+                (array[block, 0] if self.form.release == "0.25" else array[0, block])[row, local] = k
+                (array[block, 1] if self.form.release == "0.25" else array[1, block])[row, local] = v
+                continue
+            rows = array.shape[2]
+            page, within = block * self.form.kernel_pages + row // rows, row % rows
+            if self.form.interior == "row":
+                array[page, local, within] = np.concatenate([k, v])
+                continue
+            flat = array[page, local].reshape(-1)
+            flat[: rows * len(k)].reshape(len(k), rows)[:, within] = k
+            flat[rows * len(k) :].reshape(rows, len(v))[within] = v
+
+
+def _dense(array: np.ndarray) -> tuple[int, ...]:
+    return tuple(array.itemsize * math.prod(array.shape[i + 1 :]) for i in range(array.ndim))
+
+
+def read(engine: Engine, **changes: Any) -> RankTensors:
+    facts: dict[str, Any] = {"num_blocks": engine.num_blocks, "rank": engine.rank, "tp_rank": engine.rank}
+    facts |= {"tp_size": engine.size, "conv_order": engine.form.conv_order}
+    return read_layout(engine.spec, engine.groups, engine.views, **(facts | changes))
+
+
+@dataclass
+class Worker:
+    """All ranks of an engine and one request's blocks, the same in every rank."""
+
+    engines: list[Engine]
+    tensors: list[RankTensors]
+    blocks: list[list[int]]
+    memory: Memory
+
+
+def worker(spec: CacheSpec, form: Form, size: int, tokens: int, seed: int, **options: Any) -> Worker:
+    engines = [Engine(spec, form, rank, size, num_blocks=1) for rank in range(size)]
+    first = engines[0]
+    each = [1 if g.kind == "state" else -(-tokens // first.block_tokens) for g in first.groups]
+    engines = [Engine(spec, form, rank, size, num_blocks=sum(each) + 3) for rank in range(size)]
+    rng = np.random.default_rng(seed)
+    free = [int(b) for b in rng.permutation(sum(each) + 2) + 1]  # block 0 is vLLM's null block
+    blocks = []
+    for group, count in zip(first.groups, each, strict=True):
+        nulls = -(-tokens // first.block_tokens) - 1 if group.kind == "state" and form.mode == "align" else 0
+        blocks.append([0] * nulls + [free.pop() for _ in range(count)])
+    for storage in (s for engine in engines for s in engine.storages.values()):
+        storage[:] = rng.integers(0, 256, len(storage), dtype=np.uint8)
+    tensors = [read(engine, **options) for engine in engines]
+    tables = tuple(
+        {table.name: np.array(table.pages(blocks[table.group], tokens)) for table in found.tables} for found in tensors
+    )
+    buffers = tuple(tuple(e.storages[s] for s in t.storages) for e, t in zip(engines, tensors, strict=True))
+    layout = Layout(spec=spec, ranks=tuple(found.rank for found in tensors))
+    return Worker(engines, tensors, blocks, Memory(layout=layout, buffers=buffers, tables=tables))
+
+
+def check_law(spec: CacheSpec, source: tuple[Form, int], target: tuple[Form, int], tokens: int, **options: Any) -> None:
+    """A request that ``source`` computed is in ``target`` as if that had computed it; other bytes are as before."""
+    have, want = worker(spec, *source, tokens, 1, **options), worker(spec, *target, tokens, 2, **options)
+    dtypes = {c.name: "bfloat16" for c in spec.components} | {"S": source[0].state_dtype}
+    oracle = Oracle(spec, tokens=tokens, dtypes=dtypes)
+    for engine in have.engines:
+        engine.fill(have.blocks, oracle)
+    wanted = [{k: v.copy() for k, v in e.storages.items()} for e in want.engines]
+    move(make_plan(have.memory.layout, want.memory.layout), have.memory, want.memory, RequestShape(kv_tokens=tokens))
+    found = [{k: v.copy() for k, v in e.storages.items()} for e in want.engines]
+    for engine, before in zip(want.engines, wanted, strict=True):
+        for name, storage in engine.storages.items():
+            storage[:] = before[name]
+        engine.fill(want.blocks, oracle)
+        for name, storage in engine.storages.items():
+            assert np.array_equal(found[engine.rank][name], storage), f"rank {engine.rank}, storage {name}"
+
+
+# ---------------------------------------------------------------- the law
+
+PAIRS = [(1, 1), (1, 2), (2, 1), (2, 4), (4, 1)]
+
+
+@pytest.mark.parametrize(("source_tp", "target_tp"), PAIRS)
+def test_gdn_between_orders(source_tp, target_tp):
+    """Qwen3-Next with K and V of other widths, two KV heads on up to four ranks, other blocks, rows and orders."""
+    gpu = Form(order="LBNHC", speculative=2)
+    check_law(UNEQUAL, (gpu, source_tp), (Form(conv_order="DS", mode="none"), target_tp), 150)
+
+
+@pytest.mark.parametrize(("source_tp", "target_tp"), PAIRS)
+def test_gdn_from_gpu_to_cpu(source_tp, target_tp):
+    cpu = Form(interior="cpu", state_order="KV")
+    check_law(UNEQUAL, (cpu, source_tp), (Form(), target_tp), 100)
+
+
+@pytest.mark.parametrize("order", ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"])
+@pytest.mark.parametrize("target_tp", [1, 4])
+def test_every_order_of_an_attention_model(order, target_tp):
+    spec = preset_spec("llama-3.1-8b")
+    check_law(spec, (Form(order=order), 2), (Form(order="LBNHC", kernel_pages=2), target_tp), 37)
+    check_law(spec, (Form(), target_tp), (Form(order=order), 2), 37)
+
+
+FAMILIES = [
+    "kimi-linear-48b-a3b", "nemotron-3-nano-30b-a3b", "granite-4.0-h-tiny", "falcon-h1-7b", "jamba-v0.1",
+    "ring-mini-linear-2.0", "lfm2-1.2b", "deepseek-v3", "qwen3-next-80b-a3b", "llama-3.1-8b",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("preset", FAMILIES)
+@pytest.mark.parametrize(("source_tp", "target_tp"), [(1, 4), (4, 2)])
+@pytest.mark.parametrize("release", ["0.32", "0.25", "0.20"])
+def test_families_and_releases(preset, source_tp, target_tp, release):
+    """KDA, Mamba2 with eight groups and with one, Mamba1, lightning, short convolutions and MLA."""
+    older = {
+        "0.32": Form(kernel_pages=2),
+        "0.25": Form(release="0.25", order="HND"),
+        "0.20": Form(release="0.20", order="NHD"),
+    }
+    check_law(preset_spec(preset), (older[release], source_tp), (Form(order="LBNHC"), target_tp), 45)

@@ -36,7 +36,7 @@ _PROGRESS_S = 5.0
 _LOG_LINES = 12
 
 # Two ranks on two cores wait for each other in busy loops, which would starve every other server.
-_NICE_TP = 19
+_NICE_TP = 10
 
 _SAMPLE = re.compile(r"^(?P<name>[\w:]+)(?:\{(?P<labels>.*)\})? (?P<value>\S+)", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
@@ -56,7 +56,7 @@ class ServerConfig:
         connector: ``--kv-transfer-config``; see ``connector_config``.
         kv_cache_bytes: memory of the caches, per rank.
         cores: the core of each rank; by default the first ones that this process may use.
-        nice: of all its processes; by default 19 with more than one rank, else 0.
+        nice: of all its processes; by default 10 with more than one rank, else 0.
         python: an interpreter that has vLLM and, with our connector, pdxfer.
     """
 
@@ -206,7 +206,7 @@ class VllmServer:
         """
         started_s = said_s = time.monotonic()
         while not self._healthy():
-            self._check_alive()
+            self.check_alive()
             now_s = time.monotonic()
             if now_s - started_s > timeout_s:
                 raise DeadlineError(f"{self.config.name} did not serve within {timeout_s:g} s", hint=f"see {self.log}")
@@ -253,14 +253,19 @@ class VllmServer:
             return False
         return status == http.HTTPStatus.OK
 
-    def _check_alive(self) -> None:
+    def check_alive(self) -> None:
+        """Raise PeerError if it ended by itself, with what its log says about why."""
         if self._process is None:
             raise MisuseError(f"{self.config.name} was not started")
         code = self._process.poll()
         if code is not None:
             self.kill()
-            said = "\n    ".join(_telling_lines(self.log.read_text(errors="replace")))
+            said = "\n    ".join(self.telling_lines())
             raise PeerError(f"{self.config.name} ended (exit code {code}):\n    {said}", hint=f"see {self.log}")
+
+    def telling_lines(self) -> list[str]:
+        """What its log says about why it failed: its last different lines that name an error, or its last lines."""
+        return _telling_lines(self.log.read_text(errors="replace"))
 
     # -- asking it ---------------------------------------------------------------------------------
 
@@ -328,7 +333,6 @@ def _samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
 
 
 def _telling_lines(log: str) -> list[str]:
-    """What a log says about why a process ended: its last different lines that name an error, or its last lines."""
     lines = [_PREFIX.sub("", _PREFIX.sub("", line)).rstrip() for line in log.splitlines()]
     telling = [line for line in lines if _TELLING.match(line)]
     return list(dict.fromkeys(telling or [line for line in lines if line]))[-_LOG_LINES:]

@@ -53,14 +53,14 @@ class Footprints:
     def first_collision(self, rank: RankLayout) -> tuple[tuple[str, int], tuple[str, int]] | None:
         """The first two (component, layer) of a rank that share a byte, or None.
 
-        Pages of different tables may be the same bytes where equal numbers mean equal bytes: no request uses a number
-        twice.
+        Pages of different tables may be the same bytes where their units say so: no request uses a unit in two tables.
         """
         shape = tuple(_shape(h) for h in rank.holdings)  # ranks differ in what they hold, rarely in where it lies
         if shape in self._clean:
             return None
+        entangled = {*rank.entangled()}
         for tensors in _by_region(rank):
-            for a, b in _near(tensors):
+            for a, b in _near(tensors, entangled):
                 self._steps += 1
                 if self._collide(a, b):
                     return (a.holding.component, a.layer), (b.holding.component, b.layer)
@@ -123,17 +123,16 @@ def _by_region(rank: RankLayout) -> Iterable[list[_Tensor]]:
     return regions.values()
 
 
-def _near(tensors: list[_Tensor]) -> Iterator[tuple[_Tensor, _Tensor]]:
+def _near(tensors: list[_Tensor], entangled: set[str]) -> Iterator[tuple[_Tensor, _Tensor]]:
     """Pairs that may share bytes: few, since tensors that lie one after the other in every page are left out."""
     tables: dict[str, list[_Tensor]] = defaultdict(list)
     for tensor in tensors:
         tables[tensor.holding.table].append(tensor)
     for group in tables.values():
         yield from _sweep(group, page_by_page=_alike(group))
-    if len(tables) > 1 and not _alike(tensors):
-        for a, b in _sweep(tensors, page_by_page=False):
-            if a.holding.table != b.holding.table:
-                yield a, b
+    for a, b in _sweep([t for t in tensors if t.holding.table in entangled], page_by_page=False):
+        if a.holding.table != b.holding.table:
+            yield a, b
 
 
 def _alike(tensors: list[_Tensor]) -> bool:

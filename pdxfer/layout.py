@@ -27,7 +27,7 @@ import itertools
 import json
 import math
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
@@ -268,29 +268,20 @@ class RankLayout:
             state table      |-------- page 0 --------|-------- page 1 --------|
             attention table  |  0  |  1  |  2  |  3  |  4  |  5  |  6  |  7  |      4 pages per unit
 
-        Where the pages of a pool's tables are not nested like that, all of the pool is one unit.
+        Tables of a pool meet exactly where they name the same unit; all of an ``entangled`` pool is one unit.
         """
         return dict(self._per_unit)
 
+    def entangled(self) -> list[str]:
+        """Tables of pools whose pages are not nested like that, so that two pages may meet whatever their numbers."""
+        return [table for table, pages in self._per_unit.items() if pages == _BYTES_MAX]
+
     @cached_property
     def _per_unit(self) -> dict[str, int]:
-        strides: dict[str, set[int]] = {}
+        members: dict[str, list[Holding]] = {}
         for h in self.holdings:
-            strides.setdefault(self._pools[h.table], set()).add(h.page_stride)
-        found: dict[str, int] = {}
-        for h in self.holdings:
-            unit, alone = (
-                max(strides[self._pools[h.table]]),
-                sum(p == self._pools[h.table] for p in self._pools.values()),
-            )
-            if len(strides[self._pools[h.table]]) == 1 or alone == 1:
-                found[h.table] = 1
-            elif unit % h.page_stride or any(offset % unit >= h.page_stride for offset in h.offsets):
-                found[h.table] = _BYTES_MAX
-            else:
-                found[h.table] = max(found.get(h.table, 1), unit // h.page_stride)
-        whole = {self._pools[table] for table, pages in found.items() if pages == _BYTES_MAX}
-        return {table: _BYTES_MAX if self._pools[table] in whole else pages for table, pages in found.items()}
+            members.setdefault(self._pools[h.table], []).append(h)
+        return {table: pages for holdings in members.values() for table, pages in _pages_per_unit(holdings).items()}
 
     def _stretches(self) -> Iterator[tuple[int, int, int, str]]:
         """Of every layer of every holding: region, first byte, byte past the last, table."""
@@ -298,6 +289,44 @@ class RankLayout:
             span = h.span
             for region, offset in zip(h.regions, h.offsets, strict=True):
                 yield region, offset, offset + span, h.table
+
+
+def _pages_per_unit(holdings: Sequence[Holding]) -> dict[str, int]:
+    """Of one pool's tables."""
+    strides: dict[str, set[int]] = {}
+    for h in holdings:
+        strides.setdefault(h.table, set()).add(h.page_stride)
+    if len(strides) == 1:
+        return dict.fromkeys(strides, 1)
+    unit = max(map(max, strides.values()))
+    even = all(len(found) == 1 and unit % min(found) == 0 for found in strides.values())
+    if not even or not _aligned(holdings):
+        return dict.fromkeys(strides, _BYTES_MAX)
+    return {table: unit // min(found) for table, found in strides.items()}
+
+
+def _aligned(holdings: Sequence[Holding]) -> bool:
+    """Whether all pages 0 of what overlaps can begin at one byte, so that no page reaches out of its own stride.
+
+    ::
+
+        stride      |----- page 0 -----|----- page 1 -----|       of every table, from the same byte on
+        a holding       |bytes|            |bytes|
+        may begin   [...]^offset         from the offset back to where the bytes would still fit
+    """
+    low = high = stop = 0
+    last = -1
+    for region, offset, end, slack in sorted(
+        (region, offset, offset + h.span, h.page_stride * h.pages - h.span)
+        for h in holdings
+        for region, offset in zip(h.regions, h.offsets, strict=True)
+    ):
+        if region != last or offset >= stop:
+            last, stop, low, high = region, end, offset - slack, offset
+        low, high, stop = max(low, offset - slack), min(high, offset), max(stop, end)
+        if low > high:
+            return False
+    return True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -239,8 +239,8 @@ class Completed:
 class Abort:
     """Give up one transfer; the other side quarantines and frees. Idempotent, also for unknown transfers.
 
-    ``session`` is empty when nothing was opened; then the ``ticket`` shows that the asker may. ``reason`` is for logs,
-    at most ``LIMITS["text_chars"]`` characters.
+    ``session`` is empty when nothing was opened; then the ``ticket`` shows that the asker may. ``relay``: said to a
+    sibling, of its share of the fan-out. ``reason`` is for logs, at most ``LIMITS["text_chars"]`` characters.
     """
 
     transfer: str
@@ -250,6 +250,7 @@ class Abort:
     target_rank: int
     reason: str
     ticket: bytes = b""
+    relay: bool = False
 
     def __post_init__(self) -> None:
         _reader_bounded(self, session_sizes=(0, 16))

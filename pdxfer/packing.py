@@ -394,19 +394,27 @@ class Side:
             self._check_exclusive()
 
     def _check_exclusive(self) -> None:
-        """No page twice in a table, nor in two tables that draw from one pool."""
-        members: dict[str, list[str]] = {}
+        """No page twice in a table, and no unit of a pool in two tables."""
+        per_unit, entangled = self.rank.pages_per_unit(), self.rank.entangled()
+        users: dict[str, dict[str, Offsets]] = {}
         for name, pool in self.rank.pools().items():
-            members.setdefault(pool, []).append(name)
-        for names in members.values():
-            pages = np.sort(np.concatenate([self.tables[name] for name in names]))
-            again = pages[1:][(pages[1:] == pages[:-1]) & (pages[1:] >= 0)]
-            if len(again):
-                where = " and ".join(repr(name) for name in names if int(again[0]) in self.tables[name])
-                raise MisuseError(
-                    f"rank {self.rank.rank}: page table {where} names page {int(again[0])} twice",
-                    hint="every page that a transfer writes must be its own",
-                )
+            pages = np.sort(self.tables[name][self.tables[name] >= 0])
+            self._refuse_twice({name: pages}, pages)
+            if name not in entangled:
+                units = pages // per_unit[name]
+                users.setdefault(pool, {})[name] = units[np.diff(units, prepend=-1) > 0]
+        for tables in users.values():
+            if len(tables) > 1:
+                self._refuse_twice(tables, np.sort(np.concatenate([*tables.values()])))
+
+    def _refuse_twice(self, tables: Mapping[str, Offsets], pages: Offsets) -> None:
+        again = pages[1:][pages[1:] == pages[:-1]]
+        if len(again):
+            where = " and ".join(repr(name) for name, named in tables.items() if again[0] in named)
+            raise MisuseError(
+                f"rank {self.rank.rank}: page table {where} names page {int(again[0])} twice",
+                hint="every page that a transfer writes must be its own",
+            )
 
     def _check_length(self, holding: Holding, start: int, stop: int) -> None:
         """Refuse what can't fit before an array of that size is made: counts may come from an unchecked ticket."""

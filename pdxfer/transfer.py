@@ -64,6 +64,7 @@ class Event(str, Enum):
 
 
 _S, _E = State, Event
+_WHY_CHARS = 200  # a peer may have written some of it
 
 SOURCE: Mapping[tuple[State, Event], State] = {
     (_S.FREE, _E.ALLOCATE): _S.FILLING,
@@ -294,7 +295,7 @@ class Offer:
     def end(self, why: str) -> bool:
         """End the transfer; False when it had already ended."""
         first = not self.ended
-        self.ended = self.ended or why
+        self.ended = self.ended or why[:_WHY_CHARS]
         return first
 
     def expired(self, now_s: float) -> bool:

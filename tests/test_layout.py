@@ -375,12 +375,41 @@ def test_small_pages_inside_large_ones_share_their_unit() -> None:
     assert len(set(rank.pools().values())) == 1
     assert rank.pages_per_unit() == {"state": 1, "kv": 4}
     assert nested(offset=512).pages_per_unit() == {"state": 1, "kv": 4}
+    assert rank.entangled() == []
 
 
-@pytest.mark.parametrize("rank", [nested(offset=1024), nested(stride=1000)], ids=["shifted", "not nested"])
+def test_the_memory_of_a_pool_may_begin_anywhere() -> None:
+    rank = nested(offset=512)
+    moved = tuple(replace(h, offsets=tuple(o + 2000 for o in h.offsets)) for h in rank.holdings)
+    assert replace(rank, holdings=moved).pages_per_unit() == {"state": 1, "kv": 4}
+
+
+def _a_page_apart() -> RankLayout:
+    rank = nested(stride=4096)
+    apart = [replace(h, pages=7, offsets=tuple(o + 3600 * (h.table == "kv") for o in h.offsets)) for h in rank.holdings]
+    return replace(rank, holdings=tuple(apart))
+
+
+def _one_table_of_two_strides() -> RankLayout:
+    rank = nested()
+    more = replace(rank.holdings[1], component="kv.v", page_stride=512, offsets=(512, 8 * 4096 + 512))
+    return replace(rank, holdings=(*rank.holdings, more))
+
+
+@pytest.mark.parametrize(
+    "rank",
+    [
+        nested(offset=1024),
+        nested(offset=513),
+        nested(stride=1000),
+        _a_page_apart(),
+        _one_table_of_two_strides(),
+    ],
+    ids=["shifted", "reaches out", "not nested", "a page apart", "two strides"],
+)
 def test_pages_that_are_not_nested_make_one_unit_of_the_pool(rank: RankLayout) -> None:
-    pages = rank.pages_per_unit()
-    assert min(pages.values()) >= 32
+    assert min(rank.pages_per_unit().values()) >= 32
+    assert rank.entangled() == ["state", "kv"]
 
 
 def test_one_stride_or_one_table_is_one_page_per_unit() -> None:

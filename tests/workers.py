@@ -90,7 +90,7 @@ class Rank:
         *,
         wrap: Callable[[Transport], Transport] | None = None,
         seed: int = 0,
-        own_memory: bool = False,
+        own_memory: str = "",
         **config: Any,
     ) -> None:
         small = {"worker": f"w{seed}", "arena_bytes": 1 << 20, "chunk_bytes": 64 << 10}
@@ -102,31 +102,35 @@ class Rank:
         self.rng = np.random.default_rng([seed, rank])
         shapes = layout.ranks[rank]
         if own_memory:
-            regions: list[Any] = [np.zeros(shape.nbytes, np.uint8) for shape in shapes.regions]
+            self.buffers = tuple(np.zeros(shape.nbytes, np.uint8) for shape in shapes.regions)
+            regions: Sequence[Any] = [_tensor(b) for b in self.buffers] if own_memory == "torch" else self.buffers
         else:
             regions = self.agent.allocate(shapes)
-        self.buffers = tuple(np.frombuffer(getattr(r, "view", r), np.uint8) if not own_memory else r for r in regions)
+            self.buffers = tuple(np.frombuffer(region.view, np.uint8) for region in regions)
         for buffer in self.buffers:
             buffer[:] = self.rng.integers(0, 256, buffer.nbytes, dtype=np.uint8)
         self.agent.attach(layout, regions)
         self.agent.start()
         self.tables: dict[str, dict[str, np.ndarray]] = {}
-        pages = {pool: shapes.tables()[table].pages for table, pool in shapes.pools().items()}
-        self.free = {pool: [int(p) for p in self.rng.permutation(n)] for pool, n in pages.items()}
+        self.pools, self.per_unit = shapes.pools(), shapes.pages_per_unit()
+        units = {pool: shapes.tables()[table].pages // self.per_unit[table] for table, pool in self.pools.items()}
+        self.free = {pool: [int(p) for p in self.rng.permutation(n)] for pool, n in units.items()}
 
     def reserve(self, key: str, tokens: int) -> dict[str, np.ndarray]:
-        """Page tables for one request, scattered, of pages that no other request has."""
-        shapes = self.layout.ranks[self.rank]
-        drawn = random_tables(self.layout.spec, shapes, tokens, self.rng)
-        pools = shapes.pools()
-        self.tables[key] = {n: np.array([self.free[pools[n]].pop() for _ in table]) for n, table in drawn.items()}
+        """Page tables for one request, scattered, of units that no other request has."""
+        drawn = random_tables(self.layout.spec, self.layout.ranks[self.rank], tokens, self.rng)
+        self.tables[key] = {name: self._draw(name, len(table)) for name, table in drawn.items()}
         return self.tables[key]
+
+    def _draw(self, table: str, pages: int) -> np.ndarray:
+        size = self.per_unit[table]
+        units = np.array([self.free[self.pools[table]].pop() for _ in range(-(-pages // size))], np.int64)
+        return (units[:, None] * size + np.arange(size)).reshape(-1)[:pages]
 
     def give_back(self, key: str) -> None:
         """The request is over."""
-        pools = self.layout.ranks[self.rank].pools()
         for name, table in self.tables.pop(key).items():
-            self.free[pools[name]].extend(int(p) for p in table)
+            self.free[self.pools[name]] += np.unique(table // self.per_unit[name]).tolist()
 
     def check_idle(self) -> None:
         """Every page is free, and nothing was lost. Staging is free once the channels' threads have looked."""
@@ -213,6 +217,12 @@ def settle(fetches: Sequence[Fetch]) -> list[Received]:
             done.release()
         raise error
     return received
+
+
+def _tensor(buffer: np.ndarray) -> Any:
+    import torch
+
+    return torch.from_numpy(buffer)
 
 
 # ---------------------------------------------------------------- taps and gates

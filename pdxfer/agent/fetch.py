@@ -33,6 +33,7 @@ from pdxfer.errors import (
     PdxferError,
     PeerError,
     StaleError,
+    TicketError,
     TransportError,
 )
 from pdxfer.messages import Abort, Complete, Mode, Open, Opened, Renew
@@ -97,6 +98,7 @@ class Fetch:
         self._result: Received | None = None
         self._seconds: dict[str, float] = {"negotiate": 0.0, "plan": 0.0}
         self._stats: list[EdgeStats] = []
+        self._plan: Plan | None = None
         self._relay: Offer | None = None
         self._opened: list[tuple[Peer, Opened]] = []
         self._threads: list[threading.Thread] = []
@@ -147,6 +149,7 @@ class Fetch:
         """Do it all in this thread, whatever comes of it: ``wait`` then returns or raises at once. Called once."""
         try:
             plan, peers = self._prepare()
+            self._plan = plan
             self.ledger.fire(self.hold, Event.POST)
             self._move(plan, peers)
             self.ledger.fire(self.hold, Event.ALL_IN)
@@ -382,17 +385,16 @@ class Fetch:
 
     def _fail(self, error: Exception) -> None:
         self._cancel.set(error)
-        first = self._cancel.error
+        first = self._cancel.error or error
         if not isinstance(first, PdxferError):
             self._cancel.error = InternalError(f"{self.ticket.transfer}: {type(first).__name__}: {first}")
             self._cancel.error.__cause__ = first
         self.ledger.fire(self.hold, Event.GIVE_UP)
         self.agent.fetched[f"fetch_failed_{getattr(first, 'reason', 'INTERNAL')}"] += 1
         _log.warning("transfer %s failed: %s", self.ticket.transfer, first)
-        if self._relay is None:
-            self.agent.source.refuse_relay(self.ticket.transfer, str(first))
-        else:
+        if self._relay is not None:
             self.agent.source.end_relay(self.ticket.transfer, f"aborted: {first}")
+        self._decline(first)
         self._abort_sources(str(getattr(first, "reason", "INTERNAL")))
         until_s = time.monotonic() + _JOIN_S
         for thread in self._threads:
@@ -412,6 +414,24 @@ class Fetch:
                 return False
             self.ledger.fire(self.hold, Event.QUIET)
         return True
+
+    def _decline(self, error: Exception) -> None:
+        """Tell those whom we have not opened: sources need not hold their pages, nor siblings wait for us.
+
+        Where the ticket itself was refused, the transfer may be somebody else's: sources are left alone.
+        """
+        plan, me, ticket = self._plan, self.agent.config.rank, self.ticket
+        with self._lock:
+            over = {(edge.source, edge.relay) for edge in self._stats}
+            opened = {peer.address for peer, _ in self._opened}
+        relays = None if plan is None else {r for r in plan.sources(me, relay=True) if (r, True) not in over}
+        self.agent.leave_siblings(ticket, error, relays)
+        if isinstance(error, (TicketError, StaleError)):
+            return
+        ranks = range(len(ticket.ranks)) if plan is None else plan.sources(me)
+        addresses = [ticket.ranks[r].address for r in ranks if (r, False) not in over]
+        reason = str(getattr(error, "reason", "INTERNAL"))
+        self.agent.keeper.decline(ticket, reason, [a for a in addresses if a not in opened])
 
     def _abort_sources(self, reason: str) -> None:
         """Tell every source that was opened and not completed, so that it need not wait for its lease."""

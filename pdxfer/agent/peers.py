@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from pdxfer.control import ControlClient
 from pdxfer.driver import PeerChannel
-from pdxfer.errors import DeadlineError, MisuseError, PdxferError, PeerError, StaleError, TransportError
+from pdxfer.errors import AbortedError, DeadlineError, MisuseError, PdxferError, PeerError, StaleError, TransportError
 from pdxfer.layout import Layout
 from pdxfer.messages import PROTOCOL_VERSION, Describe, Description
 from pdxfer.transport import Transport
@@ -114,7 +114,11 @@ class Peers:
             found = client.describe(self._hello(digest), timeout_s=_time_left(deadline_s, self._call_s))
         except PeerError as error:
             if error.reason == "PEER_UNREACHABLE":
-                self._drop_client(address, client)
+                self.drop(address, client)
+            raise
+        except (AbortedError, MisuseError) as error:
+            if error.reason == "CLIENT_CLOSED":  # under us: another call has just found out
+                raise PeerError(f"{address} can't be reached", reason="PEER_UNREACHABLE") from error
             raise
         if found.protocol_version != PROTOCOL_VERSION:
             raise PeerError(
@@ -147,12 +151,15 @@ class Peers:
         for channel in channels:
             channel.close()
 
-    def _drop_client(self, address: str, client: ControlClient) -> None:
-        """Nobody is there: what a wrong address costs must not stay."""
+    def drop(self, address: str, client: ControlClient | None = None) -> None:
+        """Nobody is there (behind ``client``): what a wrong or a dead address costs must not stay."""
         with self._lock:
-            if self._clients.get(address) is client:
-                del self._clients[address]
-        client.close()
+            found = self._clients.get(address)
+            if found is None or client not in (None, found):
+                return
+            del self._clients[address]
+            self._peers.pop(address, None)  # it holds the client, too
+        found.close()
 
     def lend(self, peer: Peer, deadline_s: float, *, fresh: bool = False) -> tuple[str, PeerChannel]:
         """Return an address and a channel to it for one transfer: an idle one, or (``fresh``) a new one.

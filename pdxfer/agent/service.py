@@ -14,13 +14,14 @@ them all in ``close``. Engines never see a peer, a channel or a plan.
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import operator
 import os
 import secrets
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,7 +43,7 @@ from pdxfer.errors import (
     TransportError,
 )
 from pdxfer.kernels import as_buffer
-from pdxfer.layout import Layout, RankLayout
+from pdxfer.layout import Layout, RankLayout, RegionShape
 from pdxfer.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -66,6 +67,7 @@ __all__ = ["Agent", "AgentConfig", "Memory", "host_name"]
 _SWEEP_S = 0.05
 _PEERS_EVERY = 10
 _JOIN_S = 10.0
+_log = logging.getLogger("pdxfer.agent")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,12 +138,17 @@ class Memory:
         if len(regions) != len(self.rank.regions):
             raise MisuseError(f"rank {config.rank} has {len(self.rank.regions)} regions, got {len(regions)}")
         exporter = next((t for t in transports.values() if t.can_export), None)
-        shared = [_as_region(r, s.name, exporter) for r, s in zip(regions, self.rank.regions, strict=True)]
+        shared = [_as_region(r, s, exporter) for r, s in zip(regions, self.rank.regions, strict=True)]
         self.regions = {i: region for i, region in enumerate(shared) if isinstance(region, Region)}
         self.buffers = Buffers(as_buffer(r.view if isinstance(r, Region) else r) for r in shared)
+        for buffer, shape in zip(self.buffers, self.rank.regions, strict=True):
+            if buffer.nbytes < shape.nbytes:
+                raise MisuseError(f"region {shape.name!r} has {buffer.nbytes} B, its layout says {shape.nbytes} B")
         self._pools = self.rank.pools()
         totals: dict[str, int] = {}
         self._per_unit = self.rank.pages_per_unit()
+        if entangled := self.rank.entangled():
+            _log.warning("tables %s share memory in pages that are not nested: one transfer at a time", entangled)
         for holding in self.rank.holdings:
             pool = self._pools[holding.table]
             totals[pool] = max(totals.get(pool, 0), -(-holding.pages // self._per_unit[holding.table]))
@@ -357,7 +364,8 @@ class Agent(ControlHandler):
 
     def decline(self, ticket: Ticket | str, reason: str) -> None:
         """Nobody will fetch this: its source may free it now. Best effort; returns at once."""
-        self.keeper.decline(_parsed(ticket), reason)
+        parsed = _parsed(ticket)
+        self.keeper.decline(parsed, reason, [part.address for part in parsed.ranks])
 
     def start_fetch(
         self,
@@ -368,7 +376,13 @@ class Agent(ControlHandler):
         timeout_s: float = 30.0,
         on_done: Callable[[], None] | None = None,
     ) -> Fetch:
-        """Begin to fetch a transfer into our own pages; see ``fetch``. ``on_done``: called by its thread at the end."""
+        """Begin to fetch a transfer into our own pages; see ``fetch``. Returns at once, or raises MisuseError.
+
+        What is raised here is told to siblings, too: a worker of several ranks needs a fresh ticket then.
+
+        Args:
+            on_done: called by the fetch's thread at the end.
+        """
         fetch = self._new_fetch(ticket, tables, first_token, timeout_s)
         fetch.start(on_done)
         return fetch
@@ -386,7 +400,7 @@ class Agent(ControlHandler):
             try:
                 fetch = Fetch(self, parsed, tables, first_token=_plain(first_token), timeout_s=timeout_s)
             except PdxferError as error:
-                self.source.refuse_relay(parsed.transfer, error.message)
+                self.leave_siblings(parsed, error)
                 raise
             self._fetches = [*(f for f in self._fetches if not (f.done and f.settle())), fetch]
         return fetch
@@ -463,6 +477,15 @@ class Agent(ControlHandler):
 
     # -- inside ------------------------------------------------------------------------------------
 
+    def leave_siblings(self, ticket: Ticket, error: Exception, ranks: Iterable[int] | None = None) -> None:
+        """We give up: siblings that would ask us, or that wait until we have read from them, need not until their
+        deadline. ``ranks``: those we would read from; all, before that is known.
+        """
+        self.source.refuse_relay(ticket.transfer, str(error))
+        wanted = {*self.siblings} if ranks is None else {*ranks}
+        others = [self.siblings[rank] for rank in sorted(wanted & {*self.siblings} - {self.config.rank})]
+        self.keeper.decline(ticket, str(error), others, relay=True)
+
     def _introduction(self, known_digest: str) -> Describe:
         return Describe(
             protocol_version=PROTOCOL_VERSION,
@@ -514,13 +537,15 @@ def _private_directory() -> PrivateDirectory:
         raise ExhaustedError(f"no directory for the control socket: {error.strerror}", hint="set TMPDIR") from error
 
 
-def _as_region(region: Any, name: str, exporter: Transport | None) -> Any:
+def _as_region(region: Any, shape: RegionShape, exporter: Transport | None) -> Any:
     """A transport's Region where a peer could read it directly, else the buffer itself (memory of a device)."""
-    if isinstance(region, Region) or exporter is None:
-        return region
-    if hasattr(region, "data_ptr"):
-        return exporter.register(region.numpy(), name) if region.device.type == "cpu" else region
-    return exporter.register(region, name)
+    tensor = hasattr(region, "data_ptr")
+    if tensor and (region.element_size() != 1 or region.dim() != 1):
+        what = f"region {shape.name!r} is a tensor of {region.dtype} in {region.dim()} dimensions"
+        raise MisuseError(what, hint="pass its bytes: tensor.view(-1).view(torch.uint8)")
+    if not isinstance(region, Region) and exporter is not None and (not tensor or region.device.type == "cpu"):
+        return exporter.register(region.numpy() if tensor else region, shape.name)
+    return region
 
 
 def _parsed(ticket: Ticket | str) -> Ticket:

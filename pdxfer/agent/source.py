@@ -9,6 +9,7 @@ hold stays quarantined until no thread of ours reads its pages.
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import logging
 import secrets
@@ -17,7 +18,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from pdxfer.driver import SourceSession
 from pdxfer.errors import AbortedError, ExhaustedError, IncompatibleError, MisuseError, StaleError, TicketError
@@ -36,9 +37,11 @@ __all__ = ["OnEnd", "Source"]
 _ENDED_MAX = 4096
 _RELAY_WAIT_S = 0.02
 _RETRY_S = 0.005
+_REFUSAL_CHARS = 1000
 _log = logging.getLogger("pdxfer.agent")
 
 OnEnd = Callable[[str, str], None]
+_Key = TypeVar("_Key", str, bytes)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -67,13 +70,6 @@ class _Record:
         """Whether no thread reads its pages, nor will."""
         return all(session.quiet() for session in self.sessions.values())
 
-    def await_fence(self) -> None:
-        """Wait, once, until the device has written the pages; whoever comes meanwhile waits too."""
-        with self.fencing:
-            if self.fence is not None:
-                self.fence()
-                self.fence = None
-
     def forget_request(self) -> None:
         """Drop what grows with the request's length."""
         self.side, self.sessions = None, {}
@@ -90,6 +86,7 @@ class Source:
         self._by_session: dict[bytes, _Record] = {}
         self._quarantined: list[_Record] = []
         self._refused: dict[str, str] = {}
+        self._left: dict[bytes, str] = {}
         self._lock = threading.RLock()
 
     # -- for the engine ------------------------------------------------------------------------------
@@ -205,13 +202,20 @@ class Source:
         )
 
     def _fence(self, record: _Record) -> None:
-        """Wait in this peer's call, not in the engine's loop; a device that failed ends the offer."""
-        try:
-            record.await_fence()
-        except Exception as error:  # the engine's own code; see errors.py: the peer learns that this transfer is over
-            if self._first_end(record, f"aborted: the fence failed: {error}"):
-                self._give_up(record)
-            raise AbortedError(f"{record.offer.transfer}: the source could not finish it: {error}") from error
+        """Wait, once, until the device has written the pages: in this peer's call, not in the engine's loop.
+
+        Whoever comes meanwhile waits, too. A device that failed ends the offer before anyone else is let through.
+        """
+        with record.fencing:
+            fence, record.fence = record.fence, None
+            if fence is None:
+                return
+            try:
+                fence()
+            except Exception as error:  # the engine's own code; the peer learns that this transfer is over
+                if self._first_end(record, f"aborted: the fence failed: {error}"):
+                    self._give_up(record)
+                raise AbortedError(f"{record.offer.transfer}: the source could not finish it: {error}") from error
 
     def _admit(self, message: Open) -> _Record:
         """The record that a ticket opens; refuses edited, foreign and outlived tickets."""
@@ -243,7 +247,8 @@ class Source:
     def _session(self, message: Open, record: _Record, program: EdgeProgram) -> SourceSession:
         side = record.side
         if side is None:
-            raise StaleError(f"{message.transfer}: the source has ended this transfer", reason="TRANSFER_ENDED")
+            why = record.offer.ended
+            raise StaleError(f"{message.transfer}: the source has ended this transfer ({why})", reason="TRANSFER_ENDED")
         mode = self._mode(message, program)
         arena = self.memory.arena(message.transport.partition("://")[0])
         largest = max((c.nbytes for c in program.chunks), default=0)
@@ -290,26 +295,43 @@ class Source:
 
     def abort(self, message: Abort) -> Completed:
         """End a transfer on a reader's word, or on that of whoever holds its ticket."""
+        if message.relay:
+            return self._abort_share(message)
+        record = self._admit_target(message) if message.ticket else self._by_session.get(message.session)
+        if record is None:
+            return Completed(state="unknown")
         with self._lock:
             if message.ticket:
-                record = self._admit_target(message)
                 first = record.offer.end(f"declined by {message.target_worker}: {message.reason}")
-            elif message.session in self._by_session:
+            else:
                 record = self._record(message.session, message.transfer)
                 first = record.offer.abort(message.target_rank, message.session, message.reason)
-            else:
+        if first:
+            self._give_up(record)
+        return Completed(state=record.offer.ended)
+
+    def _abort_share(self, message: Abort) -> Completed:
+        """A sibling will not read our share: we need not wait for it, even if our own fetch has yet to begin."""
+        if message.target_worker != self.config.worker:
+            raise TicketError(f"{message.transfer}: only a sibling may decline its share of the fan-out")
+        why = f"aborted by target rank {message.target_rank}: {message.reason}"
+        with self._lock:
+            record = self._records.get((True, message.transfer))
+            if record is None or not hmac.compare_digest(record.ticket_text, message.ticket):
+                _keep_newest(self._left, hashlib.sha256(message.ticket).digest(), why)
                 return Completed(state="unknown")
+            first = record.offer.end(why)
         if first:
             self._give_up(record)
         return Completed(state=record.offer.ended)
 
     def renew(self, message: Renew) -> Renewed:
         """Extend a lease; with only a ticket to show, no longer than ``hold_max_s`` after the offer."""
+        if message.ticket:
+            record = self._admit_target(message)
+            with self._lock:
+                return Renewed(lease_s=record.offer.hold(time.monotonic(), record.born_s + self.config.hold_max_s))
         with self._lock:
-            if message.ticket:
-                record, now_s = self._admit_target(message), time.monotonic()
-                until_s = record.born_s + self.config.hold_max_s
-                return Renewed(lease_s=record.offer.hold(now_s, until_s))
             record = self._record(message.session, message.transfer)
             return Renewed(lease_s=record.offer.renew(time.monotonic(), message.target_rank, message.session))
 
@@ -330,18 +352,24 @@ class Source:
     # -- fan-out, for Fetch --------------------------------------------------------------------------
 
     def offer_relay(self, ticket: Ticket, side: Side, shape: RequestShape, generation: int, plan: Plan) -> Offer:
-        """Let siblings ask for what this rank is about to receive for them too; ``relay_ready`` lets them in."""
-        key = (True, ticket.transfer)
+        """Let siblings ask for what this rank is about to receive for them too; ``relay_ready`` lets them in.
+
+        Raises:
+            AbortedError: one of them has given up already.
+        """
+        key, text = (True, ticket.transfer), ticket.encode().encode()
         with self._lock:
             old = self._records.get(key)
             if old is not None and not old.offer.ended:
                 raise MisuseError(f"transfer {ticket.transfer!r} is being fetched already")
+            if left := self._left.pop(hashlib.sha256(text).digest(), ""):
+                raise AbortedError(f"{ticket.transfer}: a sibling has given up: {left}")
             record = _Record(
                 offer=self._new_offer(ticket.transfer, generation),
                 side=side,
                 shape=shape,
                 plan=plan,
-                ticket_text=ticket.encode().encode(),
+                ticket_text=text,
                 ready=threading.Event(),
             )
             self._remember(key, record)
@@ -357,9 +385,7 @@ class Source:
     def refuse_relay(self, transfer: str, why: str) -> None:
         """Our fetch failed before it could offer anything: siblings need not wait for us until their deadline."""
         with self._lock:
-            self._refused[transfer] = why
-            while len(self._refused) > _ENDED_MAX:
-                del self._refused[next(iter(self._refused))]
+            _keep_newest(self._refused, transfer, why[:_REFUSAL_CHARS])
 
     def end_relay(self, transfer: str, why: str) -> bool:
         """End our part of a fan-out; True when no thread of ours reads for it (else call again)."""
@@ -434,3 +460,10 @@ class Source:
         for record in expired:
             self._give_up(record)
         self._release_quiet()
+
+
+def _keep_newest(known: dict[_Key, str], key: _Key, why: str) -> None:
+    """Add an entry to what is remembered, and forget the oldest beyond a bound."""
+    known[key] = why
+    while len(known) > _ENDED_MAX:
+        del known[next(iter(known))]

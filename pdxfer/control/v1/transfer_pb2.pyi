@@ -127,7 +127,7 @@ class CompleteResponse(_message.Message):
     def __init__(self, state: _Optional[str] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
-    __slots__ = ("transfer", "epoch", "session", "target_worker", "target_rank", "reason", "ticket")
+    __slots__ = ("transfer", "epoch", "session", "target_worker", "target_rank", "reason", "ticket", "relay")
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
@@ -135,6 +135,7 @@ class AbortRequest(_message.Message):
     TARGET_RANK_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
+    RELAY_FIELD_NUMBER: _ClassVar[int]
     transfer: str
     epoch: bytes
     session: bytes
@@ -142,7 +143,8 @@ class AbortRequest(_message.Message):
     target_rank: int
     reason: str
     ticket: bytes
-    def __init__(self, transfer: _Optional[str] = ..., epoch: _Optional[bytes] = ..., session: _Optional[bytes] = ..., target_worker: _Optional[str] = ..., target_rank: _Optional[int] = ..., reason: _Optional[str] = ..., ticket: _Optional[bytes] = ...) -> None: ...
+    relay: bool
+    def __init__(self, transfer: _Optional[str] = ..., epoch: _Optional[bytes] = ..., session: _Optional[bytes] = ..., target_worker: _Optional[str] = ..., target_rank: _Optional[int] = ..., reason: _Optional[str] = ..., ticket: _Optional[bytes] = ..., relay: bool = ...) -> None: ...
 
 class AbortResponse(_message.Message):
     __slots__ = ("state",)

@@ -344,15 +344,19 @@ def check_law(spec: CacheSpec, source: tuple[Form, int], target: tuple[Form, int
     oracle = Oracle(spec, tokens=tokens, dtypes=dtypes)
     for engine in have.engines:
         engine.fill(have.blocks, oracle)
+    for component in spec.components:  # an error of both sides' layouts would cancel out in a move
+        for layer in component.layers:
+            found = oracle.read(have.memory, component.name, layer)
+            assert np.array_equal(found, oracle.tensor(component.name, layer)), f"{component.name}, layer {layer}"
     wanted = [{k: v.copy() for k, v in e.storages.items()} for e in want.engines]
     move(make_plan(have.memory.layout, want.memory.layout), have.memory, want.memory, RequestShape(kv_tokens=tokens))
-    found = [{k: v.copy() for k, v in e.storages.items()} for e in want.engines]
+    moved = [{k: v.copy() for k, v in e.storages.items()} for e in want.engines]
     for engine, before in zip(want.engines, wanted, strict=True):
         for name, storage in engine.storages.items():
             storage[:] = before[name]
         engine.fill(want.blocks, oracle)
         for name, storage in engine.storages.items():
-            assert np.array_equal(found[engine.rank][name], storage), f"rank {engine.rank}, storage {name}"
+            assert np.array_equal(moved[engine.rank][name], storage), f"rank {engine.rank}, storage {name}"
 
 
 # ---------------------------------------------------------------- the law
@@ -620,10 +624,44 @@ def test_keys_and_pages_of_a_cache_of_two_blocks():
         read(engine)
 
 
-@pytest.mark.parametrize(("shape", "pattern"), [((4, 2, 8, 5), "no known form"), ((4, 1, 8, 6), "width is 6 .* 5")])
-def test_latent_forms(shape, pattern):
+def test_widths_before_release_029():
+    engine = Engine(preset_spec("llama-3.1-8b"), Form(release="0.20", order="NHD"), 0, 1, num_blocks=4)
+    engine.groups = [replace(engine.groups[0], head_size=4, head_size_v=4)]
+    with pytest.raises(IncompatibleError, match=r"kv.k: width is 2 .* 4 .*layers.0.self_attn.attn"):
+        read(engine)
+
+
+def test_states_of_unequal_page_counts():
+    engine = Engine(UNEQUAL, Form(release="0.25", order="NHD"), 0, 1, num_blocks=4)
+    name = engine.groups[0].layers[0]
+    conv, state = engine.views[name]
+    engine.views[name] = [conv, replace(state, shape=(3, *state.shape[1:]))]
+    with pytest.raises(MisuseError, match=f"{name}: 4, 4, 4, 3 pages can't make up 4 blocks"):
+        read(engine)
+
+
+def test_gaps_in_a_state_stored_otherwise():
+    engine = Engine(UNEQUAL, Form(release="0.25", order="NHD", state_order="KV"), 0, 1, num_blocks=4)
+    group = engine.groups[0]
+    assert read(engine).tables[0].kind == group.kind == "state"
+    conv, state = engine.views[group.layers[0]]
+    engine.views[group.layers[0]] = [conv, replace(state, strides=(state.strides[0], 48, 8, 1))]
+    with pytest.raises(IncompatibleError, match=rf"S: strides .*{group.layers[0]}"):
+        read(engine)
+
+
+@pytest.mark.parametrize(
+    ("shape", "says", "pattern"),
+    [
+        ((4, 2, 8, 5), 5, "no known form"),
+        ((4, 1, 8, 6), 5, "latent: width is 6 .* 5"),
+        ((4, 1, 8, 6), 6, "latent: width of all parts is 6 .* 5"),
+    ],
+)
+def test_latent_forms(shape, says, pattern):
     engine = Engine(preset_spec("deepseek-v3"), Form(), 0, 1, num_blocks=4)
     name = engine.groups[0].layers[0]
+    engine.groups = [replace(engine.groups[0], head_size=says)]
     engine.views[name] = [replace(engine.views[name][0], shape=shape)]
     with pytest.raises((MisuseError, IncompatibleError), match=pattern) as caught:
         read(engine)

@@ -462,8 +462,8 @@ def test_recorded_shapes():
     assert (held["S"].offsets, held["S"].strides, held["S"].dtype) == ((6144,), (16384, 256, 4), "float32")
     assert len(set(found.rank.pools().values())) == 1  # blocks of all groups are the same bytes
     assert found.rank.entangled() == []
-    assert [(t.name, t.group, t.kind, t.pages_per_block, t.margin) for t in found.tables] == [
-        ("group0", 0, "attention", 1, False), *((f"group{i}", i, "state", 1, False) for i in (1, 2, 3))
+    assert [(t.name, t.group, t.kind, t.pages_per_block) for t in found.tables] == [
+        ("group0", 0, "attention", 1), *((f"group{i}", i, "state", 1) for i in (1, 2, 3))
     ]  # fmt: skip
     assert found.storages == (7,)
 
@@ -479,11 +479,6 @@ def test_gpu_order_of_the_same_shapes():
 def test_layers_of_one_geometry_share_a_holding():
     engine = Engine(preset_spec("llama-3.1-8b"), Form(), 0, 1, num_blocks=4)
     assert [(h.component, h.layers) for h in read(engine).rank.holdings] == [("kv.k", (0, 1, 2)), ("kv.v", (0, 1, 2))]
-
-
-def test_speculation_leaves_a_margin():
-    engine = Engine(UNEQUAL, Form(speculative=2), 0, 1, num_blocks=4)
-    assert {(table.kind, table.margin) for table in read(engine).tables} == {("attention", False), ("state", True)}
 
 
 def test_accepted_dtypes_are_of_the_state_only():

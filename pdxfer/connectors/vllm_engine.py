@@ -156,7 +156,6 @@ def _group(index: int, group: Any, vllm_config: Any, layers: Mapping[str, Any]) 
             "state_order": "KV" if vllm_config.device_config.device_type == "cpu" else "VK",
             "replicated": bool(getattr(spec, "tp_replicated", False)),
             "mode": spec.mamba_cache_mode,
-            "speculative": spec.num_speculative_blocks,
         }
     return CacheGroup(
         index=index,

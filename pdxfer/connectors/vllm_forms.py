@@ -63,7 +63,7 @@ class CacheGroup:
         state_order: how S of the delta rule (GDN, KDA) is stored: VK, or KV on the CPU. vLLM's shape says (heads, V, K)
             either way.
         replicated: every rank holds the whole state.
-        mode, speculative: mamba_cache_mode and the blocks for speculative tokens.
+        mode: mamba_cache_mode.
         draft: layers of a drafter are among the group's.
     """
 
@@ -81,7 +81,6 @@ class CacheGroup:
     state_order: str = "VK"
     replicated: bool = False
     mode: str = "none"
-    speculative: int = 0
     draft: bool = False
 
 

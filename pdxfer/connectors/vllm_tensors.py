@@ -7,7 +7,6 @@ file imports neither torch nor vLLM.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,8 +27,6 @@ class GroupTable:
 
         block ids      |      7      |      3      |        pages_per_block 2
         page table     |  14  |  15  |  6   |  7   |        page_rows rows each
-
-    ``margin``: a state page has rows that no component covers (speculation's).
     """
 
     name: str
@@ -39,7 +36,6 @@ class GroupTable:
     pages_per_block: int
     block_tokens: int
     mode: str = "none"
-    margin: bool = False
 
     def pages(self, block_ids: Sequence[int], tokens: int, first_token: int = 0) -> list[int]:
         """The page table of a request that stands at ``tokens``, all pages of its last block included.
@@ -219,7 +215,6 @@ class _Reader:
         else:
             tokens = per_block * rows * self.spec[component].tokens_per_row
             check_same(name, component, "tokens of a block", tokens, group.block_tokens)
-        stored = sum(map(math.prod, group.state_shapes))
         return GroupTable(
             name=_table_name(group),
             group=group.index,
@@ -228,7 +223,6 @@ class _Reader:
             pages_per_block=per_block,
             block_tokens=group.block_tokens,
             mode=group.mode,
-            margin=group.kind == "state" and stored > sum(math.prod(piece.shape) for piece in pieces),
         )
 
     def check_complete(self, layers_held: Sequence[int]) -> None:

@@ -24,7 +24,7 @@ from pdxfer.connectors.vllm_settings import Settings
 from pdxfer.connectors.vllm_stats import PdxferStats
 from pdxfer.connectors.vllm_step import BlockIds, Load, Offer, Step
 from pdxfer.connectors.vllm_tensors import GroupTable, RankTensors
-from pdxfer.errors import MisuseError, PdxferError, StaleError
+from pdxfer.errors import PdxferError
 from pdxfer.layout import Holding, Layout, RankLayout
 from pdxfer.spec import CacheSpec, Growth
 from pdxfer.ticket import RankIssuer
@@ -278,8 +278,6 @@ class WorkerSide:
                 self._stats.count("transfers", "cancelled" if loading.cancelled else error.reason)
             level = logging.INFO if loading.cancelled else logging.ERROR
             _log.log(level, "request %s: the load failed: %s", loading.load.request, error)
-            if not isinstance(error, (MisuseError, StaleError)):  # else it is not ours, or over already
-                self.agent.decline(loading.load.ticket, error.reason)  # vLLM won't come for it again
             return False
         self._watch("received", loading.load.request, loading.load.blocks, loading.load.tokens)
         received.release()

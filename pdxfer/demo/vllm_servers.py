@@ -119,6 +119,7 @@ class ServerConfig:
         cores = self.cores or [usable[rank % len(usable)] for rank in range(self.tp)]
         fixed = {
             "VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, cores)),
+            "TORCHDYNAMO_DISABLE": "1",  # eager, but for a few functions that would be compiled at the first request
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
         }

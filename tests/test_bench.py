@@ -14,6 +14,7 @@ from pdxfer.bench.cli import bench
 from pdxfer.bench.copy import CASES
 from pdxfer.bench.handoff import WAYS
 from pdxfer.bench.peer import Child
+from pdxfer.bench.vllm import _ratios
 from pdxfer.builders import PLACEMENTS
 from pdxfer.errors import MisuseError, PeerError
 from pdxfer.kernels import native_available
@@ -174,3 +175,27 @@ def test_a_child_ends_with_its_parent() -> None:
     parent.stderr.read()  # the child has the same standard error: this returns when both are gone
     parent.stderr.close()
     parent.stdout.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--connector", "lmcache"], "'lmcache' is unknown; there are pdxfer, nixl"),
+        (["--model", "gpt2"], "'gpt2' is unknown"),
+        (["--prompt-tokens", "1"], "2 to 1900"),
+        (["--prompt-tokens", "many"], "whole numbers"),
+        (["--python", "/nowhere/python"], "can't be run"),
+    ],
+)
+def test_vllm_bench_refuses_before_it_starts_a_server(options: list[str], says: str) -> None:
+    with pytest.raises(MisuseError, match=says):
+        CliRunner().invoke(bench, ["vllm", *options], catch_exceptions=False)
+
+
+def test_ratios_of_two_connectors_are_taken_where_both_ran() -> None:
+    row = {"decode_ms": {"p50": 2.0}, "transfer_ms": {"p50": 1.0}}
+    twice = {"decode_ms": {"p50": 4.0}, "transfer_ms": {"p50": 3.0}}
+    ours = {"connector": "pdxfer", "rows": [{"prompt_tokens": n, **row} for n in (8, 16)]}
+    nixl = {"connector": "nixl", "rows": [{"prompt_tokens": n, **twice} for n in (16, 32)]}
+    assert _ratios([ours, nixl]) == [{"prompt_tokens": 16, "decode_ms": 2.0, "transfer_ms": 3.0}]
+    assert _ratios([ours]) == []

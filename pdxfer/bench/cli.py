@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from pdxfer.bench.measure import Tick
 
-__all__ = ["bench", "copy", "handoff", "plan"]
+__all__ = ["bench", "copy", "handoff", "plan", "vllm"]
 
 _json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 
@@ -99,6 +99,46 @@ def handoff(small_tokens: int, names: tuple[str, ...], repeats: int, megabytes: 
     options = HandoffOptions(small_tokens=small_tokens, repeats=repeats, megabytes=megabytes, ways=ways)
     steps = 1 + len(ways) * (11 * repeats + 5)
     _report("handoff", lambda tick: bench_handoff(options, tick), steps, as_json, _show_handoff)
+
+
+@bench.command()
+@click.option("--python", default=sys.executable, help="An interpreter with vLLM, nixl and pdxfer; ours by default.")
+@click.option("--model", default="qwen3-next", show_default=True, help="qwen3-next, llama or deepseek-v3.")
+@click.option("--prefill-tp", type=click.IntRange(1), default=1, show_default=True, help="Ranks that prefill.")
+@click.option("--decode-tp", type=click.IntRange(1), default=1, show_default=True, help="Ranks that decode.")
+@click.option("--prompt-tokens", default="128,512,1500", show_default=True, help="Prompt lengths, with commas.")
+@click.option("--connector", "names", multiple=True, help="Only this one (pdxfer or nixl); may be repeated.")
+@click.option("--repeats", type=click.IntRange(1), default=7, show_default=True, help="Timed prompts of each length.")
+@_json
+def vllm(
+    python: str,
+    model: str,
+    prefill_tp: int,
+    decode_tp: int,
+    prompt_tokens: str,
+    names: tuple[str, ...],
+    repeats: int,
+    as_json: bool,
+) -> None:
+    """Hand requests over between two real vLLM servers, by this connector and by vLLM's NixlConnector."""
+    from pdxfer.bench.vllm import CONNECTORS, VllmOptions, bench_vllm
+    from pdxfer.errors import MisuseError
+
+    try:
+        lengths = tuple(int(length) for length in prompt_tokens.split(","))
+    except ValueError:
+        raise MisuseError(f"--prompt-tokens are whole numbers with commas between, got {prompt_tokens!r}") from None
+    options = VllmOptions(
+        python=python,
+        model=model,
+        prefill_tp=prefill_tp,
+        decode_tp=decode_tp,
+        prompt_tokens=lengths,
+        repeats=repeats,
+        connectors=names or tuple(CONNECTORS),
+    )
+    steps = 1 + len(options.connectors) * (2 + len(lengths) * (repeats + 1))
+    _report("vllm", lambda tick: bench_vllm(options, tick), steps, as_json, _show_vllm)
 
 
 def _names(rows: Iterable[Any]) -> str:
@@ -234,6 +274,41 @@ def _show_handoff(console: Console, results: dict[str, Any]) -> None:
             )
     console.print(table)
     _show_ceiling(console, results["contiguous_copy"])
+
+
+def _show_vllm(console: Console, results: dict[str, Any]) -> None:
+    columns = ("connector", "prompt", "decode ms p50 (p10 .. p90)", "transfer ms", "MB", "posted", "first tokens equal")
+    table = _table("", *columns)
+    for found in results["connectors"]:
+        for row in found["rows"]:
+            decode = row["decode_ms"]
+            table.add_row(
+                found["connector"],
+                f"{row['prompt_tokens']:,}",
+                f"{decode['p50']:.1f} ({decode['p10']:.1f} .. {decode['p90']:.1f})",
+                f"{row['transfer_ms']['p50']:.1f}",
+                f"{row['bytes'] / 1e6:.2f}",
+                f"{row['posted']:,.0f}",
+                str(row["equal"]),
+            )
+    for row in results["ratios"]:
+        ratios = f"{row['decode_ms']:.2f}", f"{row['transfer_ms']:.2f}"
+        table.add_row("nixl / pdxfer", f"{row['prompt_tokens']:,}", *ratios, "", "", "")
+    console.print(table)
+    for found in results["connectors"]:
+        name = found["connector"]
+        if found["error"]:
+            console.print(f"{name} did not run: {found['error']}", style="red", markup=False)
+        else:
+            first, floor = found["first_contact_ms"], found["floor_ms"]
+            console.print(
+                f"{name}: first contact {first:.0f} ms; a request of 2 tokens takes {floor:.1f} ms (the floor)"
+            )
+    console.print(
+        "posted: data messages (pdxfer; 0 where the target reads the source's pages itself) or descriptors (nixl);"
+        " transfer: pdxfer's includes negotiation and verifying every byte, nixl's is the reads alone",
+        style="dim",
+    )
 
 
 def _show_ceiling(console: Console, copied: dict[str, Any]) -> None:

@@ -25,7 +25,7 @@
 #include "_xxh3.h"
 
 #define SHAPE_DIMS_MAX 6
-#define DIMS_MAX (SHAPE_DIMS_MAX + 2) /* one for rows, one of padding */
+#define DIMS_MAX (SHAPE_DIMS_MAX + 1) /* one for rows */
 #define LINE_BYTES 64
 #define PREFETCH_ITEMS 4 /* how far ahead, and how much of each item: measured best from 256 B to 4 KiB runs */
 #define PREFETCH_BYTES 1024
@@ -249,7 +249,7 @@ DEFINE_TRANSPOSE(8, 64, 1)
  *       y = 0  x0 x1 x2 ...             x = 0  y0 y1 y2 ...        near in the source: outer (x)
  *       y = 1  x0 x1 x2 ...             x = 1  y0 y1 y2 ...        near in the target: inner (y)
  */
-#define DEFINE_COPY_PLANE(SIZE)                                                                                           \
+#define DEFINE_COPY_SQUARE(SIZE)                                                                                          \
     static void copy_square_##SIZE(char *target, const char *source, Dim outer, Dim inner) {                              \
         for (int64_t x = 0; x < outer.extent; x++) {                                                                      \
             char *to = target + x * outer.target_stride;                                                                  \
@@ -258,7 +258,10 @@ DEFINE_TRANSPOSE(8, 64, 1)
                 memcpy(to + y * inner.target_stride, from + y * inner.source_stride, SIZE);                               \
             }                                                                                                             \
         }                                                                                                                 \
-    }                                                                                                                     \
+    }
+
+#define DEFINE_COPY_PLANE(SIZE)                                                                                           \
+    DEFINE_COPY_SQUARE(SIZE)                                                                                              \
                                                                                                                           \
     static void copy_tile_##SIZE(char *target, const char *source, Dim outer, Dim inner, int touching) {                  \
         enum { N = 16 / SIZE };                                                                                           \
@@ -300,6 +303,8 @@ DEFINE_COPY_PLANE(2)
 DEFINE_COPY_PLANE(4)
 DEFINE_COPY_PLANE(8)
 DEFINE_COPY_PLANE(16)
+DEFINE_COPY_SQUARE(32)
+DEFINE_COPY_SQUARE(64)
 
 static void copy_plane_any(char *target, const char *source, Dim outer, Dim inner, int64_t run) {
     for (int64_t x = 0; x < outer.extent; x++) {
@@ -314,27 +319,19 @@ static void copy_plane_any(char *target, const char *source, Dim outer, Dim inne
 }
 
 static void copy_plane(char *target, const char *source, Dim outer, Dim inner, int64_t run) {
-    if (outer.extent > 1 && outer.target_stride < inner.target_stride) { /* write along the near dimension of the target */
-        Dim swap = outer;
-        outer = inner;
-        inner = swap;
-    }
-    if (inner.target_stride == run && inner.source_stride == run) { /* the runs of the inner dimension touch */
-        Dim one = {1, 0, 0};
-        copy_plane_any(target, source, outer, one, run * inner.extent);
-        return;
-    }
     switch (run) {
         case 1: copy_plane_1(target, source, outer, inner); return;
         case 2: copy_plane_2(target, source, outer, inner); return;
         case 4: copy_plane_4(target, source, outer, inner); return;
         case 8: copy_plane_8(target, source, outer, inner); return;
         case 16: copy_plane_16(target, source, outer, inner); return;
+        case 32: copy_square_32(target, source, outer, inner); return;
+        case 64: copy_square_64(target, source, outer, inner); return;
         default: copy_plane_any(target, source, outer, inner, run);
     }
 }
 
-/* All dimensions but the last two by recursion, those as one plane. */
+/* All loops but the last two by recursion, those as one plane. */
 static void copy_box(char *target, const char *source, const Dim *dims, Py_ssize_t ndim, int64_t run) {
     if (ndim == 2) {
         copy_plane(target, source, dims[0], dims[1], run);
@@ -345,15 +342,66 @@ static void copy_box(char *target, const char *source, const Dim *dims, Py_ssize
     }
 }
 
-/* Extents of 1 say nothing: without them the two last dimensions are the real ones. Returns the new count. */
-static Py_ssize_t drop_ones(const Dim *dims, Py_ssize_t ndim, Dim *kept) {
-    Py_ssize_t count = 0;
-    for (Py_ssize_t d = 0; d < ndim; d++) {
-        if (dims[d].extent != 1) {
-            kept[count++] = dims[d];
-        }
+/* An item's loops, from the far to the near one, and what the innermost of them copies. */
+typedef struct {
+    Dim dims[DIMS_MAX];
+    Py_ssize_t ndim;
+    int64_t run;
+} Loops;
+
+static void move_dim(Dim *dims, Py_ssize_t from, Py_ssize_t to) {
+    Dim moved = dims[from];
+    for (Py_ssize_t d = from; d > to; d--) {
+        dims[d] = dims[d - 1];
     }
-    return count;
+    for (Py_ssize_t d = from; d < to; d++) {
+        dims[d] = dims[d + 1];
+    }
+    dims[to] = moved;
+}
+
+/* Rows are a dimension like any other: some engines store a page's tokens next to each other, element by element. Which
+ * loop is outside of which is free, so what is near in the target is written last, what then touches on both sides is
+ * one run, and what is near in the source stands beside the last loop, to make the plane with it:
+ *
+ *     K of a CPU's page [head, dim, token] to [token, head, dim]      head ─ token ─ dim     a transpose of (token, dim)
+ *     ... to another such page                                        head ─ dim             runs of the piece's tokens
+ */
+static Loops arrange(int64_t rows, Dim row, const Dim *dims, Py_ssize_t ndim, int64_t run) {
+    Loops loops = {.ndim = 0, .run = run};
+    row.extent = rows;
+    for (Py_ssize_t d = -1; d < ndim; d++) {
+        Dim next = d < 0 ? row : dims[d];
+        if (next.extent == 1) { /* says nothing */
+            continue;
+        }
+        Py_ssize_t place = loops.ndim;
+        while (place > 0 && loops.dims[place - 1].target_stride < next.target_stride) {
+            place--;
+        }
+        loops.dims[loops.ndim] = next;
+        move_dim(loops.dims, loops.ndim++, place);
+    }
+    while (loops.ndim > 0) {
+        Dim last = loops.dims[loops.ndim - 1];
+        if (last.target_stride != loops.run || last.source_stride != loops.run) {
+            break;
+        }
+        loops.run *= last.extent;
+        loops.ndim--;
+    }
+    Py_ssize_t near = loops.ndim - 1;
+    for (Py_ssize_t d = 0; d < loops.ndim; d++) {
+        near = loops.dims[d].source_stride < loops.dims[near].source_stride ? d : near;
+    }
+    if (near < loops.ndim - 2) {
+        move_dim(loops.dims, near, loops.ndim - 2);
+    }
+    for (; loops.ndim < 2; loops.ndim++) {
+        loops.dims[loops.ndim] = (Dim){1, 0, 0};
+        move_dim(loops.dims, loops.ndim, 0);
+    }
+    return loops;
 }
 
 /* Scattered short runs wait for memory, not for instructions: ask for the first lines of an item well before its turn.
@@ -366,27 +414,22 @@ static void prefetch_item(const char *target, const char *source, int64_t reach)
 }
 
 static void move_boxes(char *target, const char *source, const Ints *ints, Dim row, const Dim *dims, Py_ssize_t ndim, int64_t run) {
-    Dim all[DIMS_MAX] = {{1, 0, 0}}; /* padding, rows, shape */
-    Dim *rows = &all[1];
-    Py_ssize_t kept = drop_ones(dims, ndim, &all[2]);
-    int64_t reach = smaller(run, PREFETCH_BYTES);
+    int64_t arranged = 0; /* for so many rows */
+    Loops loops = {.ndim = 0};
     for (Py_ssize_t i = 0; i < ints[0].count; i++) {
-        if (i + PREFETCH_ITEMS < ints[0].count) {
-            prefetch_item(target + ints[0].values[i + PREFETCH_ITEMS], source + ints[1].values[i + PREFETCH_ITEMS], reach);
-        }
-        *rows = (Dim){ints[2].values[i], row.target_stride, row.source_stride};
-        if (rows->extent == 0) { /* its offsets were not checked */
+        int64_t rows = ints[2].values[i];
+        if (rows == 0) { /* its offsets were not checked */
             continue;
         }
-        char *to = target + ints[0].values[i];
-        const char *from = source + ints[1].values[i];
-        if (rows->extent == 1 && kept >= 2) {
-            copy_box(to, from, &all[2], kept, run);
-        } else if (kept >= 1) {
-            copy_box(to, from, rows, kept + 1, run);
-        } else {
-            copy_plane(to, from, all[0], *rows, run);
+        if (rows != arranged) {
+            loops = arrange(rows, row, dims, ndim, run);
+            arranged = rows;
         }
+        if (i + PREFETCH_ITEMS < ints[0].count) {
+            int64_t reach = smaller(loops.run, PREFETCH_BYTES);
+            prefetch_item(target + ints[0].values[i + PREFETCH_ITEMS], source + ints[1].values[i + PREFETCH_ITEMS], reach);
+        }
+        copy_box(target + ints[0].values[i], source + ints[1].values[i], loops.dims, loops.ndim, loops.run);
     }
 }
 

@@ -9,7 +9,8 @@ XXH3-128 of the target's own memory if asked for. This file knows no page table,
         target[to_offsets[i] + r*to_row + index . to_strides][:run_bytes] =
         source[from_offsets[i] + r*from_row + index . from_strides][:run_bytes]
 
-Three interchangeable kernels do it (native C, NumPy, torch). A digest runs over the rows in order and each row's box
+Three interchangeable kernels do it (native C, NumPy, torch), in whatever order suits the strides: rows of a page may be
+the near axis (vLLM's K on CPUs is [head, dim, token]). A digest runs over the rows in order and each row's box
 in its canonical axis order, whatever the strides are; where runs are long enough, the native kernel takes it during
 the copy, a few KiB behind it.
 """
@@ -42,6 +43,7 @@ __all__ = [
     "RunReader",
     "as_buffer",
     "as_host",
+    "longest_run",
     "native_available",
 ]
 
@@ -109,6 +111,7 @@ class RowCopy:
         self._pattern = _merge(shape, to.strides, source.strides, itemsize, False)
         self._ordered = _merge(shape, to.strides, source.strides, itemsize, True)
         self._lists: dict[_Pattern, tuple[Offsets, Offsets, Offsets]] = {}
+        self._long: tuple[Offsets, Offsets, Offsets] | None = None
 
     def bind(self, parts: Sequence[Part]) -> BoundCopy:
         """The copy of these parts, ready to run."""
@@ -155,15 +158,21 @@ class RowCopy:
 
     def _blocks(self, rows: int) -> list[RowCopy]:
         """The same copy, at most ``rows`` rows at a time, each to the start of a packed target."""
-        if int(self._counts.sum()) <= rows:
+        total = int(self._counts.sum())
+        if total <= rows:
             return [self]
-        blocks = []
-        firsts = _expand(self._from.offsets, self._counts, self._from.row_stride, (), ())
-        packed = _expand(self._to.offsets, self._counts, self._to.row_stride, (), ())
-        for start in range(0, len(firsts), rows):
-            at = End(firsts[start : start + rows], self._from.row_stride, self._from.strides)
-            to = End(packed[start : start + rows] - packed[start], self._to.row_stride, self._to.strides)
-            blocks.append(RowCopy(self._shape, self._itemsize, to, at, np.ones(len(at.offsets), np.int64)))
+        blocks, stops = [], np.cumsum(self._counts)
+        starts = stops - self._counts
+        for start in range(0, total, rows):
+            chosen = slice(int(np.searchsorted(stops, start, side="right")), int(np.searchsorted(starts, start + rows)))
+            ahead = np.maximum(start - starts[chosen], 0)  # rows of the first piece that were in the block before
+            counts = np.minimum(stops[chosen], start + rows) - starts[chosen] - ahead
+            to, at = (
+                End(end.offsets[chosen] + ahead * end.row_stride, end.row_stride, end.strides)
+                for end in (self._to, self._from)
+            )
+            to = to._replace(offsets=to.offsets - to.offsets[0])
+            blocks.append(RowCopy(self._shape, self._itemsize, to, at, counts))
         return blocks
 
     def _flat(self, pattern: _Pattern) -> bool:
@@ -184,8 +193,25 @@ class RowCopy:
             self._lists[pattern] = to, at, lengths
         return self._lists[pattern]
 
+    def _long_runs(self) -> tuple[Offsets, Offsets, Offsets]:
+        """Every run, in whatever order makes them longest: pieces of equal counts have one pattern, rows and all."""
+        if self._long is None:
+            lists: list[tuple[Offsets, ...]] = []
+            to, at = self._to, self._from
+            for count in np.unique(self._counts).tolist():
+                strides = (to.row_stride, *to.strides), (at.row_stride, *at.strides)
+                pattern = _merge((count, *self._shape), *strides, self._itemsize, False)
+                chosen = self._counts == count
+                once = np.ones(int(chosen.sum()), np.int64)
+                ends = (to.offsets, pattern.to_strides), (at.offsets, pattern.from_strides)
+                runs = [_expand(offsets[chosen], once, 0, pattern.shape, strides) for offsets, strides in ends]
+                lists.append((*runs, np.full(len(runs[0]), pattern.run, np.int64)))
+            runs = [np.concatenate(found) for found in zip(*lists, strict=True)]
+            self._long = runs[0], runs[1], runs[2]
+        return self._long
+
     def _read(self, part: Part) -> None:
-        to, at, lengths = self._runs(self._pattern)
+        to, at, lengths = self._long_runs()
         part.source.read_runs(memoryview(part.target), to + part.target_base, at + part.source_base, lengths)
 
     def _boxes(self, name: str, part: Part) -> None:
@@ -243,6 +269,13 @@ def _merge(
             merged.append((to, at, n))
     merged.reverse()
     return _Pattern(tuple(a[2] for a in merged), tuple(a[0] for a in merged), tuple(a[1] for a in merged), run)
+
+
+def longest_run(
+    shape: tuple[int, ...], to_strides: tuple[int, ...], from_strides: tuple[int, ...], itemsize: int
+) -> int:
+    """Bytes that are contiguous on both sides when axes may be walked in any order."""
+    return _merge(shape, to_strides, from_strides, itemsize, False).run
 
 
 def _expand(

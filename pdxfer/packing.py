@@ -46,6 +46,7 @@ from pdxfer.kernels import (
     RunReader,
     as_buffer,
     as_host,
+    longest_run,
     native_available,
 )
 from pdxfer.layout import Holding, RankLayout, TokenOwnership
@@ -170,6 +171,19 @@ class EdgeProgram:
         for item, rows in zip(self.items, self.rows, strict=True):
             total[item.component] = total.get(item.component, 0) + len(item.layers) * len(rows) * self.row_bytes(item)
         return total
+
+    def run_bytes(self) -> int:
+        """Bytes that lie together on both sides, on average over all runs."""
+        runs = 0
+        for item, rows in zip(self.items, self.rows, strict=True):
+            have = self.source_rank.holdings[item.source_holding]
+            want = self.target_rank.holdings[item.target_holding]
+            together = math.gcd(have.page_rows, want.page_rows) if have.tokens.size == want.tokens.size == 1 else 1
+            shape = min(together, max(1, len(rows))), *item.box.shape
+            strides = (want.row_stride, *want.strides), (have.row_stride, *have.strides)
+            run = longest_run(shape, *strides, have.itemsize)
+            runs += -(-len(item.layers) * len(rows) * self.row_bytes(item) // run)
+        return self.payload_bytes // max(1, runs)
 
     def address(self, source: Side | None, target: Side | None) -> None:
         """Apply the page tables of one side or both to all rows, ahead of the first copy (which else does it).

@@ -81,12 +81,24 @@ def test_every_kernel_moves(kernel, mode):
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("memory", ["numpy", "torch"])
 def test_memory_of_the_engine_s_own(memory, scheme):
-    """Buffers and tensors that no transport allocated: read directly where that works, packed elsewhere."""
+    """Buffers and tensors that no transport allocated: read directly if asked to and able, else packed (short runs)."""
     if memory == "torch":
         require("torch")
-    with pair(*layouts(Parallel(tp=2), Parallel(tp=1)), transports=(scheme,), own_memory=memory) as (source, target):
-        received = hand_over(source, target, "one")
-        assert {edge.mode for rank in received for edge in rank.edges} == {"packed" if scheme == "tcp" else "direct"}
+    for mode, packs in (("direct", ("tcp",)), ("auto", ("tcp", "shm"))):
+        config = {"transports": (scheme,), "own_memory": memory, "mode": mode}
+        with pair(*layouts(Parallel(tp=2), Parallel(tp=1)), **config) as (source, target):
+            received = hand_over(source, target, "one")
+            used = {edge.mode for rank in received for edge in rank.edges}
+            assert used == {"packed" if scheme in packs else "direct"}
+
+
+@pytest.mark.skipif("shm" not in SCHEMES, reason="no shared memory here")
+def test_long_runs_of_the_engine_s_own_are_read_directly():
+    spec = hybrid_spec(width=4096)
+    spec = replace(spec, components=tuple(c for c in spec.components if c.name == "latent"))
+    with pair(*layouts(Parallel(), Parallel(), spec=spec), transports=("shm",), own_memory="numpy") as workers:
+        received = hand_over(*workers, "one")
+        assert {edge.mode for rank in received for edge in rank.edges} == {"direct"}
 
 
 def nested(layout: Layout, pieces: int) -> Layout:

@@ -16,6 +16,7 @@ from pdxfer.packing import EdgeProgram, RequestShape, Side
 from pdxfer.plan import make_plan
 from pdxfer.testing.oracle import random_memory
 from pdxfer.testing.strategies import cases
+from pdxfer.transport.runs import copy_runs
 from tests.conftest import require
 
 KERNELS = ("auto", "native", "numpy") if kernels.native_available() else ("auto", "numpy")
@@ -98,3 +99,67 @@ def test_torch_tensors_have_digests_too() -> None:
     copy = kernels.RowCopy((1000,), 1, packed, end, np.ones(8, np.int64))
     joined = data.numpy().reshape(8, 4096)[:, :1000].tobytes()
     assert copy.digest_source("auto", [kernels.Part(None, 0, data, 0)], 3) == xxhash.xxh3_128_digest(joined, 3)
+
+
+class Reader:
+    """Source memory that can only be read run by run; it remembers the runs' lengths."""
+
+    def __init__(self, memory: np.ndarray) -> None:
+        self.memory, self.lengths = memory, np.empty(0, np.int64)
+
+    def read_runs(self, target, target_offsets, source_offsets, lengths) -> int:
+        self.lengths = lengths
+        return copy_runs(target, memoryview(self.memory), target_offsets, source_offsets, lengths)
+
+
+def token_near(rows: int, heads: int, dim: int) -> tuple[int, tuple[int, int], int]:
+    """vLLM's K on CPUs, [head, dim, token] with V of equal size behind each head: row stride, strides, page bytes."""
+    return 2, (4 * rows * dim, 2 * rows), 4 * rows * dim * heads
+
+
+def row_major(rows: int, heads: int, dim: int) -> tuple[int, tuple[int, int], int]:
+    return 2 * heads * dim, (2 * dim, 2), 2 * rows * heads * dim
+
+
+@pytest.mark.parametrize("kernel", [*KERNELS, "reader"])
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [((token_near, 4), (token_near, 16)), ((token_near, 12), (row_major, 4)), ((row_major, 2), (token_near, 8)),
+     ((token_near, 8), (token_near, 8)), ((row_major, 8), (row_major, 8))],
+    ids=["other pages", "to rows", "from rows", "same pages", "rows"],
+)  # fmt: skip
+@pytest.mark.parametrize(("heads", "dim", "tokens"), [(2, 24, 29), (1, 8, 3), (3, 1, 40)])
+def test_tokens_may_lie_element_by_element(source, target, kernel: str, heads: int, dim: int, tokens: int) -> None:
+    rng = np.random.default_rng(tokens)
+    step = int(np.gcd(source[1], target[1]))
+    firsts = np.arange(0, tokens, step)
+    counts = np.minimum(step, tokens - firsts).astype(np.int64)
+    ends, memories, places = [], [], []
+    for layout, rows in (target, source):
+        row, strides, page = layout(rows, heads, dim)
+        table = rng.permutation(-(-tokens // rows))
+        ends.append(kernels.End(table[firsts // rows] * page + firsts % rows * row, row, strides))
+        memories.append(rng.integers(0, 256, len(table) * page, dtype=np.uint8))
+        at = np.arange(tokens)
+        grid = np.ix_(table[at // rows] * page + at % rows * row, np.arange(heads) * strides[0])
+        places.append((sum(grid)[:, :, None] + np.arange(dim) * strides[1])[..., None] + np.arange(2))
+    expected, reader = memories[0].copy(), Reader(memories[1])
+    expected[places[0]] = memories[1][places[1]]
+    copy = kernels.RowCopy((heads, dim), 2, *ends, counts)
+    given = reader if kernel == "reader" else memories[1]
+    copy.bind([kernels.Part(memories[0], 0, given, 0)]).copy("auto" if kernel == "reader" else kernel)
+    assert np.array_equal(memories[0], expected)
+    if kernel == "reader":
+        near = source[0] is target[0]
+        assert reader.lengths.max() >= 2 * (min(step, tokens) if near and source[0] is token_near else 1)
+        return
+    packed = kernels.End(firsts * 2 * heads * dim, 2 * heads * dim, (2 * dim, 2))
+    back = kernels.RowCopy((heads, dim), 2, packed, ends[0], counts)
+    for rows_at_once in (5, 1000):
+        blocks = back._blocks(rows_at_once)
+        scratch = [np.empty(block.nbytes, np.uint8) for block in blocks]
+        for block, out in zip(blocks, scratch, strict=True):
+            block.bind([kernels.Part(out, 0, memories[0], 0)]).copy(kernel)
+        assert np.array_equal(np.concatenate(scratch), expected[places[0]].reshape(-1))
+    seeded = back.digest_source(kernel, [kernels.Part(None, 0, memories[0], 0)], 7)
+    assert seeded == xxhash.xxh3_128_digest(expected[places[0]].tobytes(), 7)

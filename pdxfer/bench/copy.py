@@ -49,7 +49,8 @@ class CopyCase:
 
     Attributes:
         run_bytes: contiguous bytes at both ends. page_bytes: of one layer's page, or of the state of one request.
-        source_order, target_order: of the storage; ``state`` is S with K and V swapped, else pages of K rows.
+        source_order, target_order: of the storage, ``HDN`` being vLLM's K on CPUs; ``state`` is S with K and V swapped,
+            else pages of K rows.
         heads, dim: of the component.
         counts: whether the design's targets are for it; the others are for information.
     """
@@ -72,6 +73,10 @@ CASES = (
     CopyCase(
         name="NHD to HND, 512 B rows", run_bytes=512, page_bytes=32 << 10, heads=4, dim=256, target_order="HND",
         counts=False,
+    ),
+    CopyCase(
+        name="K of vLLM on CPUs to NHD, 2 B runs", run_bytes=2, page_bytes=16 << 10, heads=4, dim=128,
+        source_order="HDN", counts=False,
     ),
     CopyCase(
         name="S transposed, 4 B runs", run_bytes=4, page_bytes=2 << 20, heads=32, dim=128, state=True, counts=False
@@ -151,11 +156,12 @@ class _Pair:
         spec = CacheSpec(
             model="bench", num_layers=layers, query_heads=case.heads, components=(_component(case, layers),)
         )
-        here = Storage(page_tokens=_PAGE_ROWS, pages=pages, slots=1, kv_order=case.source_order)
+        here = Storage(page_tokens=_PAGE_ROWS, pages=pages, slots=1, kv_order=case.source_order.replace("HDN", "NHD"))
         there = replace(here, kv_order=case.target_order, state_order="VK")
         rng = np.random.default_rng(0)
         tables = [{"state" if case.state else "kv": rng.permutation(pages).astype(np.int64)} for _ in range(2)]
         layouts = [build_layout(spec, Parallel(), storage) for storage in (here, there)]
+        layouts[0] = _token_near(layouts[0]) if case.source_order == "HDN" else layouts[0]
         tokens = 1 if case.state else pages * _PAGE_ROWS
         return cls(case, layouts[0], layouts[1], tables[0], tables[1], tokens)
 
@@ -167,6 +173,15 @@ class _Pair:
         """A fresh program, as every transfer makes one."""
         plan = make_plan(self.source, self.target)
         return EdgeProgram(plan, Edge(0, 0, False), RequestShape(kv_tokens=self.tokens), chunk_bytes=_CHUNK_BYTES)
+
+
+def _token_near(layout: Layout) -> Layout:
+    """The same pages, but in each a head is [dim, token]."""
+    (rank,) = layout.ranks
+    (h,) = rank.holdings
+    row = h.itemsize * h.page_rows
+    near = replace(h, row_stride=h.itemsize, strides=(row * h.box.shape[1], row))
+    return replace(layout, ranks=(replace(rank, holdings=(near,)),))
 
 
 def _component(case: CopyCase, layers: int) -> Component:

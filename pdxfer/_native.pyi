@@ -28,8 +28,8 @@ def copy_boxes(
 
     All offsets and strides are in bytes. For every i, r < rows[i] and index of ``shape`` (0 to 6 extents, an empty
     tuple being one run), ``run_bytes`` bytes go from ``source_offsets[i] + r * source_row_stride +
-    sum(index * source_strides)`` to the same expression of the target. Touching runs of the innermost dimension are
-    merged; any other merging is up to the caller.
+    sum(index * source_strides)`` to the same expression of the target. Loops run in whatever order
+    suits the strides, rows among them, and innermost loops whose runs touch on both sides become one run.
 
     Raises:
         ValueError: negative or out-of-bounds offset, row count, extent or stride (the message names the index), arrays

@@ -28,7 +28,7 @@ from typing import Any, Literal
 
 from pdxfer.errors import DeadlineError, MisuseError, PeerError
 
-__all__ = ["ServerConfig", "VllmServer", "check_python", "connector_config"]
+__all__ = ["ServerConfig", "VllmServer", "check_python", "connector_config", "free_port"]
 
 _HOST = "127.0.0.1"
 _POLL_S = 0.25
@@ -184,7 +184,7 @@ class VllmServer:
         if self._process is not None:
             raise MisuseError(f"{self.config.name} is running already (process {self._process.pid})")
         check_python(self.config.python)
-        self.port = self.port or _free_port()
+        self.port = self.port or free_port()
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 self.config.command(self.port),
@@ -320,7 +320,8 @@ class VllmServer:
             connection.close()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A TCP port of this machine that nobody listens on right now."""
     with socket.socket() as found:
         found.bind((_HOST, 0))
         port: int = found.getsockname()[1]

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from pdxfer.demo.vllm_models import SERVER_ARGUMENTS, demo_prompts, save_vllm_model
-from pdxfer.demo.vllm_servers import ServerConfig, VllmServer, connector_config
+from pdxfer.demo.vllm_servers import ServerConfig, VllmServer, connector_config, free_port
 
 __all__ = ["CONFIGS", "Fleet"]
 
@@ -25,7 +25,8 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 _ALIVE = 3
 
-#: name -> what differs from vLLM's defaults. The first word is the model.
+#: name -> what differs from vLLM's defaults. The first word is the model. A request whose load failed ends with an
+#: error, but at the servers b of the policy ``recompute``.
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3-next a": {"conv_layout": "SD"},
     "qwen3-next b": {"conv_layout": "DS", "block_size": 512, "max_batched_tokens": 512, "prefix_caching": True},
@@ -87,16 +88,25 @@ class Fleet:
         self.spied(name).mkdir(exist_ok=True)
         cores = sorted(os.sched_getaffinity(0))
         options = {"cores": [cores["ab".index(letter) % len(cores)]]} if letter in "ab" else {}
-        spy = {"kv_connector": "SpyConnector", "kv_connector_module_path": "tests.vllm.spy"}
         return ServerConfig(
             model=checkpoint,
             directory=self.directory,
             name=name,
-            connector={**connector_config(call_s=30.0, timeout_s=100.0), **spy},  # cores may be few, and busy
+            connector=_connector(letter),
             arguments=SERVER_ARGUMENTS[model],
             environment={"PYTHONPATH": str(ROOT), "SPY_DIRECTORY": str(self.spied(name))},
             **{**options, **CONFIGS[name]},
         )
+
+
+def _connector(letter: str) -> dict[str, Any]:
+    """The spy; an agent of one rank keeps its address over restarts. Cores may be few, and busy with other tests."""
+    extra: dict[str, Any] = {"call_s": 30.0, "timeout_s": 100.0}
+    if letter in "ab":
+        extra["control"] = [f"tcp://127.0.0.1:{free_port()}"]
+    spy = {"kv_connector": "SpyConnector", "kv_connector_module_path": "tests.vllm.spy"}
+    policy = {"kv_load_failure_policy": "recompute" if letter == "b" else "fail"}
+    return {**connector_config(**extra), **spy, **policy}
 
 
 @pytest.fixture(scope="session")

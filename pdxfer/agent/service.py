@@ -14,7 +14,6 @@ them all in ``close``. Engines never see a peer, a channel or a plan.
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 import operator
 import os
@@ -25,9 +24,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pdxfer.agent.arena import Arena
 from pdxfer.agent.fetch import Fetch, Received
 from pdxfer.agent.keeper import Keeper
+from pdxfer.agent.memory import Memory
 from pdxfer.agent.peers import Layouts, Peers
 from pdxfer.agent.source import OnEnd, Source
 from pdxfer.control import ControlServer
@@ -42,8 +41,7 @@ from pdxfer.errors import (
     StaleError,
     TransportError,
 )
-from pdxfer.kernels import as_buffer
-from pdxfer.layout import Layout, RankLayout, RegionShape
+from pdxfer.layout import Layout, RankLayout
 from pdxfer.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -57,17 +55,15 @@ from pdxfer.messages import (
     Renew,
     Renewed,
 )
-from pdxfer.packing import KERNELS, Buffers, RequestShape, Side, native_available
+from pdxfer.packing import KERNELS, RequestShape, native_available
 from pdxfer.ticket import RankIssuer, Ticket
-from pdxfer.transfer import Ledger
 from pdxfer.transport import WINDOW_MESSAGES, Listener, Region, Transport, create_transport
 
-__all__ = ["Agent", "AgentConfig", "Memory", "host_name"]
+__all__ = ["Agent", "AgentConfig", "host_name"]
 
 _SWEEP_S = 0.05
 _PEERS_EVERY = 10
 _JOIN_S = 10.0
-_log = logging.getLogger("pdxfer.agent")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,66 +118,6 @@ class AgentConfig:
             raise MisuseError(f"lease_s, hold_max_s, call_s and stall_s must be positive and finite: {self}")
         if not 1 <= self.window <= WINDOW_MESSAGES:
             raise MisuseError(f"window must be in [1, {WINDOW_MESSAGES}], which every channel has room for: {self}")
-
-
-class Memory:
-    """One rank's layout with its memory: regions, the ledger of their pages, and staging. Thread-safe.
-
-    ``regions`` holds those that a peer may read directly, by index; ``buffers`` all, as packing wants them.
-    """
-
-    def __init__(
-        self, config: AgentConfig, transports: Mapping[str, Transport], layout: Layout, regions: Sequence[Any]
-    ) -> None:
-        self.config, self.transports, self.layout = config, transports, layout
-        self.rank = layout.ranks[config.rank]
-        if len(regions) != len(self.rank.regions):
-            raise MisuseError(f"rank {config.rank} has {len(self.rank.regions)} regions, got {len(regions)}")
-        exporter = next((t for t in transports.values() if t.can_export), None)
-        shared = [_as_region(r, s, exporter) for r, s in zip(regions, self.rank.regions, strict=True)]
-        self.regions = {i: region for i, region in enumerate(shared) if isinstance(region, Region)}
-        self.buffers = Buffers(as_buffer(r.view if isinstance(r, Region) else r) for r in shared)
-        for buffer, shape in zip(self.buffers, self.rank.regions, strict=True):
-            if buffer.nbytes < shape.nbytes:
-                raise MisuseError(f"region {shape.name!r} has {buffer.nbytes} B, its layout says {shape.nbytes} B")
-        self._pools = self.rank.pools()
-        totals: dict[str, int] = {}
-        self._per_unit = self.rank.pages_per_unit()
-        if entangled := self.rank.entangled():
-            _log.warning("tables %s share memory in pages that are not nested: one transfer at a time", entangled)
-        for holding in self.rank.holdings:
-            pool = self._pools[holding.table]
-            totals[pool] = max(totals.get(pool, 0), -(-holding.pages // self._per_unit[holding.table]))
-        self.ledger = Ledger(totals)
-        self._arenas: dict[str, Arena] = {}
-        self._lock = threading.Lock()
-
-    def side(self, tables: Mapping[str, Sequence[int]]) -> Side:
-        """Our memory with one request's page tables."""
-        return Side(self.rank, self.buffers, tables)
-
-    def units(self, side: Side) -> list[tuple[str, int]]:
-        """(pool, unit) pairs that a request's tables name, each once."""
-        found: dict[tuple[str, int], None] = {}
-        for name, table in side.tables.items():
-            if name in self._pools:
-                units = table[table >= 0] // self._per_unit[name]
-                found.update(dict.fromkeys((self._pools[name], unit) for unit in units.tolist()))
-        return list(found)
-
-    def arena(self, scheme: str) -> Arena:
-        """The staging arena of a transport; made on first use."""
-        with self._lock:
-            if scheme not in self._arenas:
-                region = self.transports[scheme].allocate(self.config.arena_bytes, "staging")
-                self._arenas[scheme] = Arena(region.view)
-            return self._arenas[scheme]
-
-    def check_integrity(self) -> None:
-        """Prove that ledger and arenas lost nothing; raises InternalError."""
-        self.ledger.check_integrity()
-        for arena in self._arenas.values():
-            arena.check_integrity()
 
 
 class Agent(ControlHandler):
@@ -535,17 +471,6 @@ def _private_directory() -> PrivateDirectory:
         return PrivateDirectory("pdxfer-agent-", "control.sock")
     except OSError as error:
         raise ExhaustedError(f"no directory for the control socket: {error.strerror}", hint="set TMPDIR") from error
-
-
-def _as_region(region: Any, shape: RegionShape, exporter: Transport | None) -> Any:
-    """A transport's Region where a peer could read it directly, else the buffer itself (memory of a device)."""
-    tensor = hasattr(region, "data_ptr")
-    if tensor and (region.element_size() != 1 or region.dim() != 1):
-        what = f"region {shape.name!r} is a tensor of {region.dtype} in {region.dim()} dimensions"
-        raise MisuseError(what, hint="pass its bytes: tensor.view(-1).view(torch.uint8)")
-    if not isinstance(region, Region) and exporter is not None and (not tensor or region.device.type == "cpu"):
-        return exporter.register(region.numpy() if tensor else region, shape.name)
-    return region
 
 
 def _parsed(ticket: Ticket | str) -> Ticket:

@@ -29,7 +29,7 @@ from pdxfer.ticket import RankIssuer, Ticket, unseal
 from pdxfer.transfer import SOURCE, Event, Hold, Offer, State
 
 if TYPE_CHECKING:
-    from pdxfer.agent.service import Memory
+    from pdxfer.agent.memory import Memory
     from pdxfer.layout import Layout
 
 __all__ = ["OnEnd", "Source"]

@@ -1,0 +1,98 @@
+"""Memory: one rank's regions, the ledger of their pages, and staging.
+
+In come a layout and an engine's buffers, tensors or regions; out come sides for packing, the units that page tables
+name, and arenas. It knows no peer and no transfer.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pdxfer.agent.arena import Arena
+from pdxfer.errors import MisuseError
+from pdxfer.kernels import as_buffer
+from pdxfer.layout import Layout, RegionShape
+from pdxfer.packing import Buffers, Side
+from pdxfer.transfer import Ledger
+from pdxfer.transport import Region, Transport
+
+if TYPE_CHECKING:
+    from pdxfer.agent.service import AgentConfig
+
+__all__ = ["Memory"]
+
+_log = logging.getLogger("pdxfer.agent")
+
+
+class Memory:
+    """One rank's layout with its memory: regions, the ledger of their pages, and staging. Thread-safe.
+
+    ``regions`` holds those that a peer may read directly, by index; ``buffers`` all, as packing wants them.
+    """
+
+    def __init__(
+        self, config: AgentConfig, transports: Mapping[str, Transport], layout: Layout, regions: Sequence[Any]
+    ) -> None:
+        self.config, self.transports, self.layout = config, transports, layout
+        self.rank = layout.ranks[config.rank]
+        if len(regions) != len(self.rank.regions):
+            raise MisuseError(f"rank {config.rank} has {len(self.rank.regions)} regions, got {len(regions)}")
+        exporter = next((t for t in transports.values() if t.can_export), None)
+        shared = [_as_region(r, s, exporter) for r, s in zip(regions, self.rank.regions, strict=True)]
+        self.regions = {i: region for i, region in enumerate(shared) if isinstance(region, Region)}
+        self.buffers = Buffers(as_buffer(r.view if isinstance(r, Region) else r) for r in shared)
+        for buffer, shape in zip(self.buffers, self.rank.regions, strict=True):
+            if buffer.nbytes < shape.nbytes:
+                raise MisuseError(f"region {shape.name!r} has {buffer.nbytes} B, its layout says {shape.nbytes} B")
+        self._pools = self.rank.pools()
+        totals: dict[str, int] = {}
+        self._per_unit = self.rank.pages_per_unit()
+        if entangled := self.rank.entangled():
+            _log.warning("tables %s share memory in pages that are not nested: one transfer at a time", entangled)
+        for holding in self.rank.holdings:
+            pool = self._pools[holding.table]
+            totals[pool] = max(totals.get(pool, 0), -(-holding.pages // self._per_unit[holding.table]))
+        self.ledger = Ledger(totals)
+        self._arenas: dict[str, Arena] = {}
+        self._lock = threading.Lock()
+
+    def side(self, tables: Mapping[str, Sequence[int]]) -> Side:
+        """Our memory with one request's page tables."""
+        return Side(self.rank, self.buffers, tables)
+
+    def units(self, side: Side) -> list[tuple[str, int]]:
+        """(pool, unit) pairs that a request's tables name, each once."""
+        found: dict[tuple[str, int], None] = {}
+        for name, table in side.tables.items():
+            if name in self._pools:
+                units = table[table >= 0] // self._per_unit[name]
+                found.update(dict.fromkeys((self._pools[name], unit) for unit in units.tolist()))
+        return list(found)
+
+    def arena(self, scheme: str) -> Arena:
+        """The staging arena of a transport; made on first use."""
+        with self._lock:
+            if scheme not in self._arenas:
+                region = self.transports[scheme].allocate(self.config.arena_bytes, "staging")
+                self._arenas[scheme] = Arena(region.view)
+            return self._arenas[scheme]
+
+    def check_integrity(self) -> None:
+        """Prove that ledger and arenas lost nothing; raises InternalError."""
+        self.ledger.check_integrity()
+        for arena in self._arenas.values():
+            arena.check_integrity()
+
+
+def _as_region(region: Any, shape: RegionShape, exporter: Transport | None) -> Any:
+    """A transport's Region where a peer could read it directly, else the buffer itself (memory of a device)."""
+    tensor = hasattr(region, "data_ptr")
+    if tensor and (region.element_size() != 1 or region.dim() != 1):
+        what = f"region {shape.name!r} is a tensor of {region.dtype} in {region.dim()} dimensions"
+        raise MisuseError(what, hint="pass its bytes: tensor.view(-1).view(torch.uint8)")
+    if not isinstance(region, Region) and exporter is not None and (not tensor or region.device.type == "cpu"):
+        return exporter.register(region.numpy() if tensor else region, shape.name)
+    return region

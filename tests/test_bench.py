@@ -192,10 +192,13 @@ def test_vllm_bench_refuses_before_it_starts_a_server(options: list[str], says: 
         CliRunner().invoke(bench, ["vllm", *options], catch_exceptions=False)
 
 
-def test_ratios_of_two_connectors_are_taken_where_both_ran() -> None:
-    row = {"decode_ms": {"p50": 2.0}, "transfer_ms": {"p50": 1.0}}
-    twice = {"decode_ms": {"p50": 4.0}, "transfer_ms": {"p50": 3.0}}
-    ours = {"connector": "pdxfer", "rows": [{"prompt_tokens": n, **row} for n in (8, 16)]}
-    nixl = {"connector": "nixl", "rows": [{"prompt_tokens": n, **twice} for n in (16, 32)]}
-    assert _ratios([ours, nixl]) == [{"prompt_tokens": 16, "decode_ms": 2.0, "transfer_ms": 3.0}]
+def test_ratios_of_two_connectors_are_taken_prompt_by_prompt_where_both_ran() -> None:
+    def found(connector: str, lengths: tuple[int, ...], *all_: float) -> dict:
+        times = {key: {"all": list(all_)} for key in ("prefill_ms", "decode_ms", "transfer_ms", "own_ms")}
+        return {"connector": connector, "rows": [{"prompt_tokens": n, **times} for n in lengths]}
+
+    ours, nixl = found("pdxfer", (8, 16), 1.0, 2.0, 4.0), found("nixl", (16, 32), 3.0, 2.0, 8.0)
+    (ratio,) = _ratios([ours, nixl])
+    assert ratio["prompt_tokens"] == 16
+    assert ratio["decode_ms"] == {"p10": pytest.approx(1.2), "p50": 2.0, "p90": pytest.approx(2.8)}
     assert _ratios([ours]) == []

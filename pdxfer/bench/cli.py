@@ -7,6 +7,7 @@ machine. Nothing is measured in here.
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -109,6 +110,7 @@ def handoff(small_tokens: int, names: tuple[str, ...], repeats: int, megabytes: 
 @click.option("--prompt-tokens", default="128,512,1500", show_default=True, help="Prompt lengths, with commas.")
 @click.option("--connector", "names", multiple=True, help="Only this one (pdxfer or nixl); may be repeated.")
 @click.option("--repeats", type=click.IntRange(1), default=7, show_default=True, help="Timed prompts of each length.")
+@click.option("--max-time", type=click.FloatRange(1), default=1800, show_default=True, help="Seconds, shared evenly.")
 @_json
 def vllm(
     python: str,
@@ -118,9 +120,13 @@ def vllm(
     prompt_tokens: str,
     names: tuple[str, ...],
     repeats: int,
+    max_time: float,
     as_json: bool,
-) -> None:
-    """Hand requests over between two real vLLM servers, by this connector and by vLLM's NixlConnector."""
+) -> int:
+    """Hand requests over between two real vLLM servers, by this connector and by vLLM's NixlConnector.
+
+    Exit code 1 when a connector could not do all of it; the rows say why.
+    """
     from pdxfer.bench.vllm import CONNECTORS, VllmOptions, bench_vllm
     from pdxfer.errors import MisuseError
 
@@ -136,9 +142,16 @@ def vllm(
         prompt_tokens=lengths,
         repeats=repeats,
         connectors=names or tuple(CONNECTORS),
+        max_time_s=max_time,
     )
     steps = 1 + len(options.connectors) * (2 + len(lengths) * (repeats + 1))
-    _report("vllm", lambda tick: bench_vllm(options, tick), steps, as_json, _show_vllm)
+    # The servers are not our terminal's: SIGTERM must unwind as ^C does, to end them.
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        results = _report("vllm", lambda tick: bench_vllm(options, tick), steps, as_json, _show_vllm)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return 1 if any(found["error"] for found in results["connectors"]) else 0
 
 
 def _names(rows: Iterable[Any]) -> str:
@@ -151,7 +164,7 @@ def _report(
     steps: int,
     as_json: bool,
     show: Callable[[Console, dict[str, Any]], None],
-) -> None:
+) -> dict[str, Any]:
     from pdxfer.bench.measure import SCHEMA_VERSION, machine
 
     facts = machine()
@@ -167,7 +180,7 @@ def _report(
     }
     if as_json:
         click.echo(json.dumps(report, indent=2))
-        return
+        return results
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -176,6 +189,7 @@ def _report(
     console.print(results["what"], style="bold", markup=False)
     show(console, results)
     _show_machine(console, facts)
+    return results
 
 
 @contextmanager
@@ -277,38 +291,41 @@ def _show_handoff(console: Console, results: dict[str, Any]) -> None:
 
 
 def _show_vllm(console: Console, results: dict[str, Any]) -> None:
-    columns = ("connector", "prompt", "decode ms p50 (p10 .. p90)", "transfer ms", "MB", "posted", "first tokens equal")
-    table = _table("", *columns)
+    columns = ("connector: prompt", "prefill ms", "decode ms", "transfer ms", "own ms", "MB", "posted", "tokens equal")
+    table = _table("p50 (p10 .. p90)", *columns)
     for found in results["connectors"]:
         for row in found["rows"]:
-            decode = row["decode_ms"]
+            ties = f", {row['near_ties']} near ties" if row["near_ties"] else ""
             table.add_row(
-                found["connector"],
-                f"{row['prompt_tokens']:,}",
-                f"{decode['p50']:.1f} ({decode['p10']:.1f} .. {decode['p90']:.1f})",
-                f"{row['transfer_ms']['p50']:.1f}",
+                f"{found['connector']}: {row['prompt_tokens']:,}",
+                *(_spread(row[key], 1) for key in ("prefill_ms", "decode_ms", "transfer_ms", "own_ms")),
                 f"{row['bytes'] / 1e6:.2f}",
-                f"{row['posted']:,.0f}",
-                str(row["equal"]),
+                f"{row['posted']:,.0f} in {row['transfers']:.0f}",
+                f"{row['equal']} of {row['prompts']}{ties}",
             )
     for row in results["ratios"]:
-        ratios = f"{row['decode_ms']:.2f}", f"{row['transfer_ms']:.2f}"
-        table.add_row("nixl / pdxfer", f"{row['prompt_tokens']:,}", *ratios, "", "", "")
+        ratios = (_spread(row[key], 2) for key in ("prefill_ms", "decode_ms", "transfer_ms", "own_ms"))
+        table.add_row(f"nixl / pdxfer: {row['prompt_tokens']:,}", *ratios, "", "", "")
     console.print(table)
     for found in results["connectors"]:
-        name = found["connector"]
-        if found["error"]:
-            console.print(f"{name} did not run: {found['error']}", style="red", markup=False)
-        else:
-            first, floor = found["first_contact_ms"], found["floor_ms"]
+        if "floor_ms" in found:
             console.print(
-                f"{name}: first contact {first:.0f} ms; a request of 2 tokens takes {floor:.1f} ms (the floor)"
+                f"{found['connector']}: first contact {found['first_contact_ms']:.0f} ms;"
+                f" a request of 2 tokens, without a hand-off, takes {found['floor_ms']:.1f} ms (the floor)"
             )
+        if found["error"]:
+            console.print(f"{found['connector']} could not do it all: {found['error']}", style="red", markup=False)
     console.print(
-        "posted: data messages (pdxfer; 0 where the target reads the source's pages itself) or descriptors (nixl);"
-        " transfer: pdxfer's includes negotiation and verifying every byte, nixl's is the reads alone",
+        "prefill, decode: one request to each, decode's with the hand-off in it; own: decode alone, no hand-off\n"
+        "own's ratio should be 1: what it is off, the machine was busier for one of them\n"
+        "posted, in how many transfers: chunks of which each has one message (pdxfer), or descriptors (nixl)\n"
+        "transfer: pdxfer's has negotiation and verifying every byte in it, nixl's is the reads alone",
         style="dim",
     )
+
+
+def _spread(found: dict[str, Any], digits: int) -> str:
+    return f"{found['p50']:.{digits}f} ({found['p10']:.{digits}f} .. {found['p90']:.{digits}f})"
 
 
 def _show_ceiling(console: Console, copied: dict[str, Any]) -> None:

@@ -7,8 +7,13 @@ same flags, block size and TP, conv layout DS (NIXL needs it), no prefix cache, 
 ::
 
     floor      a prompt of two tokens at the decode server: what any request costs there
+    prefill    the request to the prefill server: computing, and what the connector does to offer it
     decode     from the decode request to its first token: floor + transfer + what the connector adds around it
     transfer   as the connector counts it: ours from fetch to READY with all bytes verified, NIXL's the reads alone
+    own        the decode server's answer to the same prompt without a hand-off: what the hand-off is there to save
+
+The connectors run one after the other (idle servers of vLLM spin), so a busy machine may be slower for one of them.
+``own`` and the floor use no connector: how far their ratio is from 1 is how little the other ratios mean.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,15 +34,25 @@ from typing import Any
 from pdxfer.bench.measure import Tick, quantile
 from pdxfer.demo.vllm_models import SERVER_ARGUMENTS, VOCABULARY
 from pdxfer.demo.vllm_servers import ServerConfig, VllmServer, check_python, connector_config
-from pdxfer.errors import MisuseError, PdxferError
+from pdxfer.errors import DeadlineError, MisuseError, PdxferError, PeerError
 
-__all__ = ["CONNECTORS", "VllmOptions", "bench_vllm"]
+__all__ = ["CONNECTORS", "NEAR_TIE", "VllmOptions", "bench_vllm"]
 
 _MAKE_MODEL = (
     "import sys, pathlib; from pdxfer.demo.vllm_models import save_vllm_model;"
     " save_vllm_model(sys.argv[1], pathlib.Path(sys.argv[2]))"
 )
 _SETTLE_S = 3.0
+_ANSWER_S = 120.0
+
+#: A lead of the best token, in log probability, that rounding may turn round.
+NEAR_TIE = 0.25
+
+# vLLM's own choice at TP 1, for all TP sizes: NIXL needs equal ones.
+_BLOCK_SIZES = {"deepseek-v3": 16, "llama": 128, "qwen3-next": 384}
+
+#: What a row has of every prompt, and ratios are made of.
+_TIMES = ("prefill_ms", "decode_ms", "transfer_ms", "own_ms")
 
 #: Connector to its metrics: transfers and their seconds, bytes, and pieces posted.
 CONNECTORS: dict[str, dict[str, str]] = {
@@ -56,7 +71,7 @@ CONNECTORS: dict[str, dict[str, str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmOptions:
-    """One run. ``python``: an interpreter with vLLM (and nixl)."""
+    """One run. ``python``: an interpreter with vLLM (and nixl). ``max_time_s``: after it, what is left fails."""
 
     python: str = sys.executable
     model: str = "qwen3-next"
@@ -65,6 +80,7 @@ class VllmOptions:
     prompt_tokens: tuple[int, ...] = (128, 512, 1500)
     repeats: int = 7
     connectors: tuple[str, ...] = tuple(CONNECTORS)
+    max_time_s: float = 1800.0
 
     def __post_init__(self) -> None:
         if unknown := sorted({*self.connectors} - {*CONNECTORS}):
@@ -76,22 +92,32 @@ class VllmOptions:
 
 
 def bench_vllm(options: VllmOptions, tick: Tick) -> dict[str, Any]:
-    """Run every connector in turn; one that can't run has an ``error`` instead of rows."""
-    found = []
+    """Run every connector in turn; one that can't go on has an ``error`` beside the rows it had."""
+    found: list[dict[str, Any]] = []
+    end_s = time.monotonic() + options.max_time_s
     with tempfile.TemporaryDirectory(prefix="pdxfer-bench-") as directory:
         check_python(options.python)
         tick("making the model")
-        made = [options.python, "-c", _MAKE_MODEL, options.model, f"{directory}/{options.model}"]
+        made = [
+            options.python,
+            "-c",
+            _MAKE_MODEL,
+            options.model,
+            f"{directory}/{options.model}",
+        ]
         done = subprocess.run(made, capture_output=True, text=True, check=False)
         if done.returncode:
             raise MisuseError(f"{options.python} can't make the model: {done.stderr.strip()[-300:]}")
-        for name in options.connectors:
-            pair = _Pair(name, options, Path(directory))
+        for number, name in enumerate(options.connectors):
+            # The time that is left is shared: one that hangs leaves the others theirs.
+            left_s = (end_s - time.monotonic()) / (len(options.connectors) - number)
+            pair = _Pair(name, options, Path(directory), time.monotonic() + left_s)
+            found.append(row := {"connector": name, "error": "", "rows": []})
             try:
                 with pair.started(tick):
-                    found.append({"connector": name, "error": "", **pair.measure(tick)})
+                    pair.measure(tick, row)
             except PdxferError as error:
-                found.append({"connector": name, "error": str(error), "rows": []})
+                row["error"] = str(error)
     servers = f"{options.model}, vLLM TP {options.prefill_tp} to {options.decode_tp}"
     return {
         "what": f"{servers}, {options.repeats} prompts of each length",
@@ -100,26 +126,29 @@ def bench_vllm(options: VllmOptions, tick: Tick) -> dict[str, Any]:
     }
 
 
-def _ratios(found: Sequence[dict[str, Any]]) -> list[dict[str, float]]:
-    """NIXL's medians over ours, per prompt length."""
+def _ratios(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """NIXL's times over ours, prompt by prompt, per prompt length that both have."""
     rows = {c["connector"]: {row["prompt_tokens"]: row for row in c["rows"]} for c in found}
-    both = sorted(rows.get("pdxfer", {}).keys() & rows.get("nixl", {}).keys())
+    ours, theirs = rows.get("pdxfer", {}), rows.get("nixl", {})
     return [
         {
             "prompt_tokens": n,
-            **{
-                key: rows["nixl"][n][key]["p50"] / rows["pdxfer"][n][key]["p50"] for key in ("decode_ms", "transfer_ms")
-            },
+            **{key: _quotient(theirs[n][key], ours[n][key]) for key in _TIMES},
         }
-        for n in both
+        for n in sorted(ours.keys() & theirs.keys())
     ]
+
+
+def _quotient(theirs: dict[str, Any], ours: dict[str, Any]) -> dict[str, float]:
+    return _spread([one / other for one, other in zip(theirs["all"], ours["all"], strict=True)])
 
 
 class _Pair:
     """A prefill and a decode server with one connector."""
 
-    def __init__(self, name: str, options: VllmOptions, directory: Path) -> None:
-        self._name, self._options, self._random = name, options, random.Random(1)  # noqa: S311 # prompts, no secrets
+    def __init__(self, name: str, options: VllmOptions, directory: Path, end_s: float) -> None:
+        self._name, self._options, self._end_s = name, options, end_s
+        self._random = random.Random(1)  # noqa: S311 # prompts, no secrets; the same ones for every connector
         cores = sorted(os.sched_getaffinity(0))
         self._servers = [
             VllmServer(
@@ -129,6 +158,7 @@ class _Pair:
                     name=f"{name}-{role}",
                     tp=tp,
                     connector=self._connector(),
+                    block_size=_BLOCK_SIZES[options.model],
                     conv_layout="DS",
                     python=options.python,
                     cores=[cores[index % len(cores)]] if tp == 1 else (),
@@ -142,7 +172,11 @@ class _Pair:
     def _connector(self) -> dict[str, Any]:
         if self._name == "pdxfer":
             return connector_config("kv_both", call_s=60, stall_s=60)
-        return {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+        return {
+            "kv_connector": "NixlConnector",
+            "kv_role": "kv_both",
+            "kv_buffer_device": "cpu",
+        }
 
     def started(self, tick: Tick) -> ExitStack:
         """Start both; leaving the result stops them."""
@@ -151,59 +185,85 @@ class _Pair:
                 stack.enter_context(server)
             for server in self._servers:
                 tick(f"{self._name}: starting vLLM")
-                server.wait_ready(lambda text: tick(f"{self._name}: {text}"))
+                server.wait_ready(lambda text: tick(f"{self._name}: {text}"), timeout_s=self._left_s())
             return stack.pop_all()
 
-    def measure(self, tick: Tick) -> dict[str, Any]:
-        """First contact, the floor, and a row per prompt length."""
-        first_s = self._hand_off(self._prompt(64))[0]
-        floor = [
-            self._timed(lambda: self._servers[1].complete(self._prompt(2), 1))[0] for _ in range(self._options.repeats)
-        ]
-        rows = [self._row(n, tick) for n in self._options.prompt_tokens]
-        return {"first_contact_ms": first_s * 1e3, "floor_ms": statistics.median(floor) * 1e3, "rows": rows}
+    def measure(self, tick: Tick, into: dict[str, Any]) -> None:
+        """First contact, the floor, and a row per prompt length; ``into`` has what there is at any time."""
+        into["first_contact_ms"] = self._hand_off(self._prompt(64))["decode_ms"]
+        floor = [self._ask(1, self._prompt(2))[0] for _ in range(self._options.repeats)]
+        into["floor_ms"] = statistics.median(floor)
+        for tokens in self._options.prompt_tokens:
+            into["rows"].append(self._row(tokens, tick))
 
     def _row(self, tokens: int, tick: Tick) -> dict[str, Any]:
-        decode, transfer, moved, posted, equal = [], [], [], [], 0
-        for number in range(self._options.repeats + 1):  # the first is for nothing
+        seen = []
+        for _ in range(self._options.repeats + 1):
             tick(f"{self._name}: {tokens} tokens")
-            prompt = self._prompt(tokens)
-            before = self._counted()
-            seconds, answer = self._hand_off(prompt)
-            spent = self._counted_since(before)
-            own = self._servers[1].complete(prompt, 1)["choices"][0]["token_ids"]
-            if number:
-                equal += answer == own
-                decode.append(seconds * 1e3)
-                transfer.append(spent["seconds_sum"] / spent["seconds_count"] * 1e3)
-                moved.append(spent["bytes"])
-                posted.append(spent["posted"])
+            seen.append(self._once(self._prompt(tokens)))
+        timed = seen[1:]  # the first was for nothing
         return {
             "prompt_tokens": tokens,
-            "decode_ms": _spread(decode),
-            "transfer_ms": _spread(transfer),
-            "bytes": statistics.median(moved),
-            "posted": statistics.median(posted),
-            "equal": equal,
+            **{key: {**_spread(all_ := [one[key] for one in timed]), "all": all_} for key in _TIMES},
+            **{key: statistics.median(one[key] for one in timed) for key in ("transfers", "bytes", "posted")},
+            "prompts": len(timed),
+            "equal": sum(one["token"] == one["own"] for one in timed),
+            "near_ties": sum(one["token"] != one["own"] and one["lead"] < NEAR_TIE for one in timed),
         }
 
-    def _hand_off(self, prompt: Sequence[int]) -> tuple[float, list[int]]:
-        prefill, decode = self._servers
-        answer = prefill.complete(prompt, 1, kv_transfer_params={"do_remote_decode": True, "do_remote_prefill": False})
-        params = answer["kv_transfer_params"]
-        seconds, answer = self._timed(lambda: decode.complete(prompt, 1, kv_transfer_params=params))
-        tokens: list[int] = answer["choices"][0]["token_ids"]
-        return seconds, tokens
+    def _once(self, prompt: Sequence[int]) -> dict[str, Any]:
+        """One prompt: through the hand-off, and then by the decode server alone."""
+        before = self._counted()
+        found = self._hand_off(prompt)
+        spent = self._counted_since(before)
+        found["transfer_ms"] = spent["seconds_sum"] / spent["seconds_count"] * 1e3
+        own_ms, answer = self._ask(1, prompt, logprobs=2, return_tokens_as_token_ids=True)
+        best, second = sorted(answer["logprobs"]["top_logprobs"][0].values(), reverse=True)[:2]
+        own = {"own_ms": own_ms, "own": answer["token_ids"], "lead": best - second}
+        return {
+            **found,
+            **own,
+            "transfers": spent["seconds_count"],
+            "bytes": spent["bytes"],
+            "posted": spent["posted"],
+        }
 
-    def _timed(self, ask: Callable[[], dict[str, Any]]) -> tuple[float, dict[str, Any]]:
-        start = time.perf_counter()
-        answer = ask()
-        return time.perf_counter() - start, answer
+    def _hand_off(self, prompt: Sequence[int]) -> dict[str, Any]:
+        offer = {"do_remote_decode": True, "do_remote_prefill": False}
+        prefill_ms, answer = self._ask(0, prompt, kv_transfer_params=offer)
+        decode_ms, answer = self._ask(1, prompt, kv_transfer_params=answer["kv_transfer_params"])
+        return {
+            "prefill_ms": prefill_ms,
+            "decode_ms": decode_ms,
+            "token": answer["token_ids"],
+        }
+
+    def _ask(self, server: int, prompt: Sequence[int], **fields: Any) -> tuple[float, dict[str, Any]]:
+        """One token of a server: milliseconds, and the choice with the answer's ``kv_transfer_params``."""
+        left_s, start_s = self._left_s(), time.perf_counter()
+        answer = self._servers[server].complete(prompt, 1, timeout_s=min(left_s, _ANSWER_S), **fields)
+        elapsed_ms = (time.perf_counter() - start_s) * 1e3
+        return elapsed_ms, {
+            **answer["choices"][0],
+            "kv_transfer_params": answer.get("kv_transfer_params"),
+        }
+
+    def _left_s(self) -> float:
+        left_s = self._end_s - time.monotonic()
+        if left_s <= 0:
+            raise DeadlineError(
+                f"{self._name}: its share of --max-time is over",
+                hint="more time, or fewer repeats",
+            )
+        return left_s
 
     def _counted(self) -> dict[str, float]:
         names, decode = CONNECTORS[self._name], self._servers[1]
         seconds = {f"seconds_{part}": decode.metric(f"{names['seconds']}_{part}") for part in ("sum", "count")}
-        return {**seconds, **{key: decode.metric(names[key]) for key in ("bytes", "posted")}}
+        return {
+            **seconds,
+            **{key: decode.metric(names[key]) for key in ("bytes", "posted")},
+        }
 
     def _counted_since(self, before: dict[str, float]) -> dict[str, float]:
         """What was counted since; vLLM publishes a step's counters a moment after its answer."""
@@ -213,7 +273,7 @@ class _Pair:
             if now["seconds_count"] >= self._options.decode_tp:
                 return now
             if time.monotonic() > until_s:
-                raise MisuseError(f"{self._name}: decode counted no transfer: it computed the prompt itself")
+                raise PeerError(f"{self._name}: decode counted no transfer: it computed the prompt itself")
             time.sleep(0.05)
 
     def _prompt(self, tokens: int) -> list[int]:
@@ -222,7 +282,10 @@ class _Pair:
 
 def _side_channel(index: int) -> dict[str, str]:
     """Where NixlConnector's servers find each other; ours needs no port."""
-    return {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(_free_port() + index * 8)}
+    return {
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(_free_port() + index * 8),
+    }
 
 
 def _free_port() -> int:

@@ -1,22 +1,26 @@
-"""``pdxfer demo``: one request between two real workers, compared byte by byte, as tables or as JSON.
+"""``pdxfer demo``: requests between two real workers, compared and shown as tables or as JSON.
 
-In come options; out goes what ``pdxfer.demo.run`` found. Exit code 0 when nothing is off, 4 when a byte of state is,
-1 when only a logit or a token is, and the error's own when a process fails.
+In come options; out goes what ``pdxfer.demo.run`` or, with ``--engine vllm``, ``pdxfer.demo.vllm_run`` found. Exit code
+0 when nothing is off, 4 when a byte of state is, 1 when only a logit or a token is (or, with vLLM, a request was not
+handed over), and the error's own when a process fails.
 """
 
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from pdxfer.errors import CorruptError, MisuseError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from pdxfer.demo.outcome import Outcome
     from pdxfer.demo.run import Options
 
@@ -24,65 +28,117 @@ __all__ = ["demo"]
 
 _DEFAULT = click.core.ParameterSource.DEFAULT
 _MODELS = ("falcon-h1", "kimi-linear", "nemotron-h", "qwen3-next")
+_VLLM_MODELS = ("deepseek-v3", "llama", "qwen3-next")
+
+# option -> the engine that alone has it
+_ONLY = {"every": "transformers", "prompt_tokens": "transformers", "transport": "transformers", "python": "vllm"}
 
 
 @click.command()
-@click.option("--model", type=click.Choice(_MODELS), default="qwen3-next", show_default=True, help="Architecture.")
-@click.option("--prefill-tp", type=click.IntRange(1), default=4, show_default=True, help="Ranks that prefill.")
-@click.option("--decode-tp", type=click.IntRange(1), default=2, show_default=True, help="Ranks that decode.")
-@click.option("--prompt-tokens", type=click.IntRange(1, 16384), default=1000, show_default=True, help="Prompt length.")
-@click.option("--transport", type=click.Choice(("shm", "tcp")), default="shm", show_default=True, help="Data path.")
 @click.option(
-    "--prefill-page-tokens", type=click.IntRange(1, 65536), default=16, show_default=True, help="Tokens per page."
+    "--engine",
+    type=click.Choice(("transformers", "vllm")),
+    default="transformers",
+    show_default=True,
+    help="What computes: this package's reference engine, or two vLLM servers and a proxy.",
 )
 @click.option(
-    "--decode-page-tokens", type=click.IntRange(1, 65536), default=10, show_default=True, help="Tokens per page."
+    "--model",
+    type=click.Choice(sorted({*_MODELS, *_VLLM_MODELS})),
+    default="qwen3-next",
+    show_default=True,
+    help=f"Architecture. vLLM: {', '.join(_VLLM_MODELS)}; else {', '.join(_MODELS)}.",
 )
-@click.option("--all", "every", is_flag=True, help="Every model; TP 4 to 2, 2 to 4, 3 to 2 and 1 to 4.")
+@click.option("--prefill-tp", type=click.IntRange(1), show_default="4; vLLM 1", help="Ranks that prefill.")
+@click.option("--decode-tp", type=click.IntRange(1), show_default="2", help="Ranks that decode.")
+@click.option(
+    "--prompt-tokens", type=click.IntRange(1, 16384), show_default="1000", help="Prompt length; not for vLLM."
+)
+@click.option("--transport", type=click.Choice(("shm", "tcp")), show_default="shm", help="Data path; not for vLLM.")
+@click.option(
+    "--prefill-page-tokens",
+    type=click.IntRange(1, 65536),
+    show_default="16; vLLM by model",
+    help="Tokens per page; vLLM's --block-size.",
+)
+@click.option(
+    "--decode-page-tokens",
+    type=click.IntRange(1, 65536),
+    show_default="10; vLLM by model",
+    help="Tokens per page; vLLM's --block-size.",
+)
+@click.option("--python", metavar="INTERPRETER", show_default="this one", help="A Python with vLLM and pdxfer.")
+@click.option("--all", "every", is_flag=True, help="Every model; TP 4 to 2, 2 to 4, 3 to 2 and 1 to 4. Not for vLLM.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_context
-def demo(
-    ctx: click.Context,
-    model: str,
-    prefill_tp: int,
-    decode_tp: int,
-    prompt_tokens: int,
-    transport: str,
-    prefill_page_tokens: int,
-    decode_page_tokens: int,
-    every: bool,
-    as_json: bool,
-) -> int:
+def demo(ctx: click.Context, /, engine: str, every: bool, as_json: bool, **chosen: Any) -> int:
     """Move one request between two real hybrid-model workers and compare every byte.
 
     Each rank is a process of its own with its slice of a tiny model, its own paged caches and its own agent. The two
     workers differ in TP size, page size and axis order.
+
+    With --engine vllm the workers are two vLLM servers behind pdxfer proxy, and the tokens of four requests are
+    compared with the decode server's own. It needs no GPU.
     """
+    given = [name for name in ctx.params if ctx.get_parameter_source(name) is not _DEFAULT]
+    for name in given:
+        if _ONLY.get(name, engine) != engine:
+            raise MisuseError(f"{_flag(name)} is for --engine {_ONLY[name]}", hint=f"leave it out with {engine}")
+    values = {name: value for name, value in chosen.items() if value is not None}
+    if engine == "vllm":
+        return _demo_vllm(values, as_json)
+    return _demo_transformers(
+        values, every, [name for name in given if name in ("model", "prefill_tp", "decode_tp")], as_json
+    )
+
+
+def _flag(name: str) -> str:
+    return "--all" if name == "every" else f"--{name.replace('_', '-')}"
+
+
+def _demo_transformers(values: dict[str, Any], every: bool, chosen: list[str], as_json: bool) -> int:
     from pdxfer.demo.run import ALL_PAIRS, Options
 
-    chosen = [n for n in ("model", "prefill_tp", "decode_tp") if ctx.get_parameter_source(n) is not _DEFAULT]
     if every and chosen:
-        raise MisuseError(f"--all runs every model and TP size, so --{chosen[0].replace('_', '-')} can't be chosen")
-    cases = [(name, *pair) for name in _MODELS for pair in ALL_PAIRS] if every else [(model, prefill_tp, decode_tp)]
-    runs = [
-        Options(
-            model=name,
-            prefill_tp=prefill,
-            decode_tp=decode,
-            prompt_tokens=prompt_tokens,
-            transport=transport,
-            prefill_page_tokens=prefill_page_tokens,
-            decode_page_tokens=decode_page_tokens,
-        )
-        for name, prefill, decode in cases
-    ]
-    outcomes = _run(runs)
+        raise MisuseError(f"--all runs every model and TP size, so {_flag(chosen[0])} can't be chosen")
+    cases = [{"model": n, "prefill_tp": p, "decode_tp": d} for n in _MODELS for p, d in ALL_PAIRS] if every else [{}]
+    outcomes = _run([Options(**{**values, **case}) for case in cases])
     if as_json:
         results = [outcome.to_json() for outcome in outcomes]
         click.echo(json.dumps({"ok": all(o.ok for o in outcomes), "runs": results} if every else results[0], indent=2))
     else:
         _print(outcomes, every)
     return _exit_code(outcomes)
+
+
+def _demo_vllm(values: dict[str, Any], as_json: bool) -> int:
+    from pdxfer.demo.report import print_vllm_outcome
+    from pdxfer.demo.vllm_run import VllmOptions, run_vllm_demo
+
+    names = {"prefill_page_tokens": "prefill_block_size", "decode_page_tokens": "decode_block_size"}
+    options = VllmOptions(**{names.get(name, name): value for name, value in values.items()})
+    with _signals_unwind(), _progress() as say:
+        outcome = run_vllm_demo(options, say)
+    if as_json:
+        click.echo(json.dumps(outcome.to_json(), indent=2))
+    else:
+        print_vllm_outcome(_console(), outcome)
+    return 0 if outcome.ok else 1
+
+
+@contextmanager
+def _signals_unwind() -> Iterator[None]:
+    """SIGTERM and SIGHUP end everything that was started, as ^C does: the servers are not our terminal's."""
+
+    def stop(number: int, _: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _run(runs: list[Options]) -> list[Outcome]:
@@ -113,18 +169,20 @@ def _progress() -> Iterator[Callable[[str], None]]:
         yield lambda text: status.update(text.replace("[", r"\["))
 
 
-def _print(outcomes: list[Outcome], every: bool) -> None:
+def _console() -> Console:
     from rich.console import Console
 
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=120)
+
+
+def _print(outcomes: list[Outcome], every: bool) -> None:
     from pdxfer.demo.report import print_outcome, print_summary
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=120)
     if every:
-        print_summary(console, outcomes)
+        print_summary(_console(), outcomes)
     else:
-        print_outcome(console, outcomes[0])
+        print_outcome(_console(), outcomes[0])
 
 
 def _exit_code(outcomes: list[Outcome]) -> int:

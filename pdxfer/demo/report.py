@@ -1,4 +1,4 @@
-"""Prints a demo run for people. In comes an ``Outcome``, out go tables; this file judges nothing."""
+"""Prints a demo run for people. In comes an ``Outcome`` or ``VllmOutcome``, out go tables; this file judges nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-__all__ = ["print_outcome", "print_summary"]
+    from pdxfer.demo.vllm_run import VllmOutcome
+
+__all__ = ["print_outcome", "print_summary", "print_vllm_outcome"]
 
 
 def print_outcome(console: Console, outcome: Outcome) -> None:
@@ -104,6 +106,48 @@ def print_summary(console: Console, outcomes: Sequence[Outcome]) -> None:
     console.print(f"{_mark(good == len(outcomes))}{good} of {len(outcomes)} runs without a byte, logit or token off")
 
 
+def print_vllm_outcome(console: Console, outcome: VllmOutcome) -> None:
+    """Print a run of two vLLM servers: one row per request, and whether anything is off."""
+    o, hand_offs = outcome.options, outcome.hand_offs
+    console.print(f"{o.model}, two vLLM servers and pdxfer proxy:", style="bold")
+    for role in ("prefill", "decode"):
+        layout = "".join(f", conv {v}" for k, v in o.conv_layouts.items() if k == role)
+        tp, block_size = getattr(o, f"{role}_tp"), getattr(o, f"{role}_block_size")
+        console.print(f"{role:<8} TP {tp}, --block-size {block_size}{layout}")
+    last = f"{o.steps} tokens"
+    table = _table("prompt", "prefill", "first token", last, "alone", "moved B", "messages", "transfer", "equal")
+    for h in hand_offs:
+        times = (h.prefill_s, h.first_s, h.whole_s, h.alone_s)
+        counts = (f"{h.nbytes:,}", str(h.messages), _short_ms(h.transfer_s), f"{h.equal} of {len(h.tokens)}")
+        table.add_row(f"{h.prompt_tokens:,}", *map(_short_ms, times), *counts, style=None if h.tokens_ok else "red")
+    table.add_section()
+    moved, messages = sum(h.nbytes for h in hand_offs), sum(h.messages for h in hand_offs)
+    took_s, equal = sum(h.transfer_s for h in hand_offs), sum(h.equal for h in hand_offs)
+    tokens = sum(len(h.tokens) for h in hand_offs)
+    table.add_row("all", "", "", "", "", f"{moved:,}", str(messages), _short_ms(took_s), f"{equal} of {tokens}")
+    console.print(table)
+    console.print(
+        f"prompt in tokens, times in ms. first token, {last}: through the proxy, counted from prefill's answer; alone:"
+        f" {last} by the decode server from the prompt, without a hand-off; transfer: one rank's load, mean of"
+        f" {o.decode_tp}; bytes, messages and transfers as vLLM's metrics count them",
+        style="dim",
+    )
+    console.print(f"The whole run took {outcome.total_s:.0f} s, nearly all of it to start the servers.", style="dim")
+    _print_vllm_verdict(console, outcome)
+
+
+def _print_vllm_verdict(console: Console, outcome: VllmOutcome) -> None:
+    o, hand_offs = outcome.options, outcome.hand_offs
+    loads, offers = len(hand_offs) * o.decode_tp, len(hand_offs) * o.prefill_tp
+    moved = f"moved   {outcome.received} of {loads} loads verified by decode's ranks"
+    console.print(f"{_mark(outcome.moved_ok)}{moved}, {outcome.offers} of {offers} offers of prefill's ranks completed")
+    good, ties = sum(h.tokens_ok for h in hand_offs), sum(h.tokens_ok and h.equal < len(h.tokens) for h in hand_offs)
+    tokens = f"tokens  {good} of {len(hand_offs)} requests continue as the decode server alone does"
+    console.print(_mark(outcome.tokens_ok) + tokens + (f", {ties} of them up to a near tie" if ties else ""))
+    error = max(h.logprob_error for h in hand_offs)
+    console.print(f"      their log probabilities are at most {error:.3f} off: bfloat16 at two TP sizes", style="dim")
+
+
 def _table(*columns: str) -> Table:
     from rich import box
     from rich.table import Table
@@ -120,6 +164,10 @@ def _mark(good: bool) -> str:
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:,.2f} ms"
+
+
+def _short_ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.0f}"
 
 
 def _rate(bytes_per_s: float) -> str:

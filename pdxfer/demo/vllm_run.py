@@ -247,9 +247,20 @@ def _servers(
             known.update(prefill.telling_lines(), decode.telling_lines())  # complaints of servers that work
             yield prefill, decode
         except PdxferError as error:
-            said = [(server, line) for server in (prefill, decode) for line in server.telling_lines()]
-            new = [f"{s.config.name}: {line}" for s, line in said if line not in known and line not in error.message]
+            said = [line for server in (prefill, decode) for line in _complaints(server, known)]
+            new = [line for line in dict.fromkeys(said) if line.split(": ", 1)[-1] not in error.message]
             raise type(error)("\n    ".join([error.message, *new])) from error
+
+
+def _complaints(server: VllmServer, known: set[str]) -> Iterator[str]:
+    """That it ended by itself, and what its log says beyond what is ``known``."""
+    try:
+        server.check_alive()
+    except PeerError as error:
+        yield error.message.partition("\n")[0]
+    except MisuseError:
+        pass  # that it ended is what the error says
+    yield from (f"{server.config.name}: {line}" for line in server.telling_lines() if line not in known)
 
 
 def _config(options: VllmOptions, model: Path, name: Literal["prefill", "decode"]) -> ServerConfig:

@@ -261,8 +261,8 @@ class VllmServer:
         code = self._process.poll()
         if code is not None:
             self.kill()
-            said = "\n    ".join(self.telling_lines())
-            raise PeerError(f"{self.config.name} ended (exit code {code}):\n    {said}", hint=f"see {self.log}")
+            said = "".join(f"\n    {line}" for line in self.telling_lines())
+            raise PeerError(f"{self.config.name} ended (exit code {code}){said}", hint=f"see {self.log}")
 
     def telling_lines(self) -> list[str]:
         """What its log says about why it failed: its last different lines that name an error, or its last lines."""

@@ -74,7 +74,7 @@ def texts() -> Iterator[Path]:
     yield from (path for path in ROOT.iterdir() if path.is_file() and path.name != "LICENSE")
     for place in PLACES:
         for path in (ROOT / place).rglob("*"):
-            hidden = {"__pycache__", "venv"} & set(path.parts[len(ROOT.parts) :])
+            hidden = {"__pycache__", "venv", "venv-vllm"} & set(path.parts[len(ROOT.parts) :])
             if path.is_file() and not hidden and path.suffix not in BINARY:
                 yield path
 

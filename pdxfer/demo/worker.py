@@ -254,7 +254,9 @@ def _start_agent(job: Job, layout: Layout) -> tuple[Agent, PagedCaches]:
     from pdxfer.agent import Agent, AgentConfig
     from pdxfer.connectors.hf import PagedCaches
 
-    agent = Agent(AgentConfig(worker=job.role, rank=job.rank, transports=job.transports))
+    # Patient: there are more ranks than cores here, and all of them load torch.
+    config = AgentConfig(worker=job.role, rank=job.rank, transports=job.transports, call_s=30.0, stall_s=30.0)
+    agent = Agent(config)
     regions = agent.allocate(layout.ranks[job.rank])
     agent.attach(layout, regions)
     agent.start()

@@ -72,4 +72,4 @@ def test_prefill_dies_and_comes_back(fleet: Fleet, prompts, source, target) -> N
     for number in (5, 6):
         prompt = prompts["qwen3-next"][number]
         assert hand_off(fleet, source, target, prompt, "after") == expected[number]
-        assert hand_off(fleet, target, source, prompt, "after") == fleet.own_answer(source, prompt, TOKENS)
+        assert hand_off(fleet, target, source, prompt, "and back") == fleet.own_answer(source, prompt, TOKENS)

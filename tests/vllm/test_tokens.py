@@ -16,16 +16,6 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize(("model", "source", "target"), PAIRS)
-def test_two_servers_say_what_one_says(fleet: Fleet, prompts, model, source, target) -> None:
-    source, target = f"{model} {source}", f"{model} {target}"
-    found, expected = {}, {}
-    for prompt in prompts[model]:
-        found[len(prompt)] = hand_off(fleet, source, target, prompt, salt=f"{source} to {target}")
-        expected[len(prompt)] = fleet.own_answer(target, prompt, TOKENS)
-    assert found == expected
-
-
 @pytest.mark.parametrize(("target", "block_tokens"), [("b", 512), ("c", 384)])
 def test_only_pages_that_the_target_lacks_are_moved(fleet: Fleet, prompts, target, block_tokens) -> None:
     """The second prompt shares 800 tokens with the first; whole blocks of them are in the target's prefix cache."""
@@ -39,3 +29,13 @@ def test_only_pages_that_the_target_lacks_are_moved(fleet: Fleet, prompts, targe
         after = before + (len(prompt) - 1 - here) * row_bytes + state_bytes
         wait_for(lambda after=after: server.metric("vllm:pdxfer_bytes_total") == after, "the bytes that lack")
         before = after
+
+
+@pytest.mark.parametrize(("model", "source", "target"), PAIRS)
+def test_two_servers_say_what_one_says(fleet: Fleet, prompts, model, source, target) -> None:
+    source, target = f"{model} {source}", f"{model} {target}"
+    found, expected = {}, {}
+    for prompt in prompts[model]:
+        found[len(prompt)] = hand_off(fleet, source, target, prompt, salt=f"{source} to {target}")
+        expected[len(prompt)] = fleet.own_answer(target, prompt, TOKENS)
+    assert found == expected

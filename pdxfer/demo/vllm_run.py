@@ -127,8 +127,8 @@ class HandOff:
 
     @property
     def tokens_ok(self) -> bool:
-        """No token differs before decode's own first near tie."""
-        return self.equal >= self.sure > 0
+        """All tokens are decode's own, or those before its first near tie."""
+        return self.equal == len(self.tokens) or self.equal >= self.sure > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,7 +55,8 @@ _CLIENT_OPTIONS = (
     ("grpc.service_config_disable_resolution", 1),
     # An agent that restarts is back within a second; gRPC's own 20 s would outlast most callers' patience.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    # In truth how long one attempt to connect may take; a peer whose cores are all busy needs more than a moment.
+    ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
     # A connection of its own, so that close() closes it.
     ("grpc.use_local_subchannel_pool", 1),

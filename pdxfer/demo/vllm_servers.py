@@ -35,8 +35,8 @@ _POLL_S = 0.25
 _PROGRESS_S = 5.0
 _LOG_LINES = 12
 
-# Two ranks on two cores wait for each other in busy loops, which starves other servers; 19 would starve the ranks. (Where
-# Linux shares cores out by session, autogroup, a server is a group and this only orders its own threads.)
+# Two ranks on two cores wait for each other in busy loops, which starves other servers; 19 would starve the ranks.
+# (Where Linux shares cores out by session, as autogroup does, each server has its share: it only orders its threads.)
 _NICE_TP = 10
 
 _SAMPLE = re.compile(r"^(?P<name>[\w:]+)(?:\{(?P<labels>.*)\})? (?P<value>\S+)", re.MULTILINE)

@@ -51,7 +51,7 @@ _COUNTED_S = 10.0
 _POLL_S = 0.1
 
 # Where two cores do all this, everybody is slow at times; the connector's own defaults are for machines that serve.
-_EXTRA = {"call_s": 60, "stall_s": 60, "lease_s": 120, "timeout_s": 120}
+_EXTRA = {"call_s": 120, "stall_s": 120, "lease_s": 300, "timeout_s": 240}
 
 _MAKE_MODEL = """
 import sys, pathlib

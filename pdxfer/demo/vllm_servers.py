@@ -121,6 +121,9 @@ class ServerConfig:
         fixed = {
             "VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, cores)),
             "TORCHDYNAMO_DISABLE": "1",  # eager, but for a few functions that would be compiled at the first request
+            # Else ranks wait in sched_yield(), millions of times a second, and Linux 6.18 loses count of who has run:
+            # everything else on the core, of any nice value, then stands still for up to half a minute.
+            "VLLM_USE_SPINLOOP_EXT": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
         }

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from pdxfer.agent.config import AgentConfig
 from pdxfer.agent.fetch import Fetch, Received
-from pdxfer.agent.service import Agent, AgentConfig
+from pdxfer.agent.service import Agent
 
 __all__ = ["Agent", "AgentConfig", "Fetch", "Received"]

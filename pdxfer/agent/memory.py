@@ -20,7 +20,7 @@ from pdxfer.transfer import Ledger
 from pdxfer.transport import Region, Transport
 
 if TYPE_CHECKING:
-    from pdxfer.agent.service import AgentConfig
+    from pdxfer.agent.config import AgentConfig
 
 __all__ = ["Memory"]
 

@@ -73,7 +73,7 @@ class Peers:
         call_s: float,
     ) -> None:
         self._hello, self._layouts, self._transports, self._host = hello, layouts, transports, host
-        self._call_s = call_s
+        self.call_s = call_s
         self._clients: dict[str, ControlClient] = {}
         self._peers: dict[str, Peer] = {}
         self._idle: dict[tuple[str, bytes], list[PeerChannel]] = {}
@@ -111,7 +111,7 @@ class Peers:
             known = self._peers.get(address)
         digest = known.description.layout_digest if known else ""
         try:
-            found = client.describe(self._hello(digest), timeout_s=_time_left(deadline_s, self._call_s))
+            found = client.describe(self._hello(digest), timeout_s=_time_left(deadline_s, self.call_s))
         except PeerError as error:
             if error.reason == "PEER_UNREACHABLE":
                 self.drop(address, client)

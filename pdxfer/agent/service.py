@@ -17,13 +17,13 @@ import itertools
 import math
 import operator
 import os
-import secrets
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any
 
+from pdxfer.agent.config import RELOADABLE, AgentConfig, Incarnation
 from pdxfer.agent.fetch import Fetch, Received
 from pdxfer.agent.keeper import Keeper
 from pdxfer.agent.memory import Memory
@@ -38,6 +38,7 @@ from pdxfer.errors import (
     IncompatibleError,
     MisuseError,
     PdxferError,
+    PeerError,
     StaleError,
     TransportError,
 )
@@ -55,77 +56,25 @@ from pdxfer.messages import (
     Renew,
     Renewed,
 )
-from pdxfer.packing import KERNELS, RequestShape, native_available
+from pdxfer.packing import RequestShape
 from pdxfer.ticket import RankIssuer, Ticket
-from pdxfer.transport import WINDOW_MESSAGES, Listener, Region, Transport, create_transport
+from pdxfer.transport import Listener, Region, Transport, create_transport
 
-__all__ = ["Agent", "AgentConfig", "host_name"]
+__all__ = ["Agent", "host_name"]
 
 _SWEEP_S = 0.05
 _PEERS_EVERY = 10
 _JOIN_S = 10.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AgentConfig:
-    """How one rank's agent works.
-
-    Attributes:
-        worker: name of the worker, unique among peers; rank: this rank's number.
-        control: control addresses to bind (``unix:///path``, ``tcp://host:port``); () is a private Unix socket.
-        transports: data transports to offer and use, best first; transport_options: by scheme.
-        listen: data addresses to bind, by scheme (``tcp://host:port``); others bind a private one of this host.
-        mode: ``auto``, ``packed`` or ``direct``. kernel: ``auto``, ``native``, ``numpy`` or ``torch``.
-        arena_bytes: bound of the staging memory of one transport; chunk_bytes: bound of a message.
-        window: chunks underway per edge; lease_s: how long an offer waits for its next sign of life.
-        hold_max_s: how long an offer may be held, by renewals, before anybody opens it.
-        call_s: bound of one control call; a machine whose cores are all busy needs more.
-        stall_s: how long a chunk waits for staging or for room on a channel.
-        allow_remote: bind addresses other hosts can reach (until peers are authenticated: trusted networks only).
-    """
-
-    worker: str
-    rank: int = 0
-    control: tuple[str, ...] = ()
-    transports: tuple[str, ...] = ("shm", "tcp")
-    transport_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    listen: Mapping[str, str] = field(default_factory=dict)
-    mode: str = "auto"
-    kernel: str = "auto"
-    digests: bool = True
-    arena_bytes: int = 64 << 20
-    chunk_bytes: int = 8 << 20
-    window: int = 2
-    lease_s: float = 30.0
-    hold_max_s: float = 600.0
-    call_s: float = 5.0
-    stall_s: float = 5.0
-    allow_remote: bool = False
-
-    def __post_init__(self) -> None:
-        if not self.worker or self.rank < 0 or not self.transports:
-            raise MisuseError(f"a worker name, a rank and a transport are needed: {self}")
-        if unused := sorted({*self.listen, *self.transport_options} - {*self.transports}):
-            raise MisuseError(f"{unused} have an address or options, but transports are {self.transports}")
-        if self.mode not in ("auto", "packed", "direct"):
-            raise MisuseError(f"mode must be auto, packed or direct, got {self.mode!r}")
-        if self.kernel not in ("auto", *KERNELS) or (self.kernel == "native" and not native_available()):
-            known = [k for k in KERNELS if k != "native" or native_available()]
-            raise MisuseError(f"kernel {self.kernel!r} is not here; there are auto, {', '.join(known)}")
-        if not 4096 <= self.chunk_bytes <= self.arena_bytes:
-            raise MisuseError(f"chunk_bytes {self.chunk_bytes} must be in [4096, arena_bytes {self.arena_bytes}]")
-        if not all(0 < s < math.inf for s in (self.lease_s, self.hold_max_s, self.call_s, self.stall_s)):
-            raise MisuseError(f"lease_s, hold_max_s, call_s and stall_s must be positive and finite: {self}")
-        if not 1 <= self.window <= WINDOW_MESSAGES:
-            raise MisuseError(f"window must be in [1, {WINDOW_MESSAGES}], which every channel has room for: {self}")
-
-
 class Agent(ControlHandler):
     """One rank's agent. Construct, ``allocate``, ``attach``, ``start``, then offers and fetches, ``close``."""
 
-    def __init__(self, config: AgentConfig) -> None:
+    def __init__(self, config: AgentConfig, incarnation: Incarnation | None = None) -> None:
         self.config = config
-        self.epoch = secrets.token_bytes(16)
+        self._incarnation = incarnation or Incarnation()
+        self.epoch = self._incarnation.epoch
+        self.draining = False
         self.siblings: dict[int, str] = {}
         self.fetched: Counter[str] = Counter()
         self.layouts = Layouts()
@@ -165,7 +114,7 @@ class Agent(ControlHandler):
         if self._memory is not None:
             raise MisuseError("a layout is attached already")
         self._memory = Memory(self.config, self.transports, layout, regions)
-        self._source = Source(self._memory, self.epoch)
+        self._source = Source(self._memory, self.epoch, self._incarnation.key)
         self.siblings.update(siblings or {})
 
     def start(self) -> None:
@@ -205,6 +154,34 @@ class Agent(ControlHandler):
     def counters(self) -> dict[str, int]:
         """What happened so far: offers and relays by outcome, fetches by outcome."""
         return {**(self._source.counters if self._source else {}), **self.fetched}
+
+    @property
+    def host(self) -> str:
+        """The machine that our memory is on, as peers compare it."""
+        return host_name()
+
+    def reconfigure(self, config: AgentConfig) -> None:
+        """Take over what may change while we run (``RELOADABLE``), for transfers from now on; ignores the rest."""
+        self.config = replace(self.config, **{name: getattr(config, name) for name in RELOADABLE})
+        self.peers.call_s = self.config.call_s
+        if self._memory is not None:
+            self._memory.config = self.source.config = self.config
+
+    def drain(self) -> None:
+        """Take nothing new: health says NOT_SERVING, offers and fetches are refused. What is underway goes on."""
+        self.draining = True
+        if self._server is not None:
+            self._server.set_serving(False)
+
+    def underway(self) -> int:
+        """Offers with a live lease, and fetches that run."""
+        with self._lock:
+            running = sum(1 for fetch in self._fetches if not fetch.done)
+        return running + (0 if self._source is None else self._source.live())
+
+    def _check_taking(self) -> None:
+        if self.draining:
+            raise PeerError("this agent drains: it takes nothing new", reason="DRAINING", hint="ask another worker")
 
     def close(self) -> None:
         """End every transfer, thread, socket and region. Idempotent."""
@@ -269,7 +246,9 @@ class Agent(ControlHandler):
 
         Raises:
             MisuseError: the id is in use, or a page table is wrong; nothing was sealed.
+            PeerError: DRAINING.
         """
+        self._check_taking()
         stands = _plain(kv_tokens if state_tokens is None else state_tokens)
         shape = RequestShape(kv_tokens=_plain(kv_tokens), state_tokens=stands)
         tokens = [_plain(token) for token in sampled]
@@ -328,6 +307,7 @@ class Agent(ControlHandler):
     ) -> Fetch:
         if math.isnan(timeout_s):
             raise MisuseError("a timeout that is no number never passes")
+        self._check_taking()
         parsed = _parsed(ticket)
         self.keeper.forget(parsed.transfer)
         with self._lock:

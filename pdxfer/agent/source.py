@@ -79,10 +79,10 @@ class _Record:
 class Source:
     """All that peers may read from one rank. Thread-safe."""
 
-    def __init__(self, memory: Memory, epoch: bytes) -> None:
+    def __init__(self, memory: Memory, epoch: bytes, key: bytes) -> None:
         self.memory, self.config, self.epoch = memory, memory.config, epoch
         self.counters: Counter[str] = Counter()
-        self._key = secrets.token_bytes(32)
+        self._key = key
         self._records: OrderedDict[tuple[bool, str], _Record] = OrderedDict()
         self._by_session: dict[bytes, _Record] = {}
         self._quarantined: list[_Record] = []
@@ -144,6 +144,11 @@ class Source:
         record = self._records.get((False, transfer))
         if record is not None and self._first_end(record, why):
             self._give_up(record)
+
+    def live(self) -> int:
+        """How many of the engine's offers have not ended."""
+        with self._lock:
+            return sum(1 for record in self._records.values() if record.hold is not None and not record.offer.ended)
 
     def withdraw_all(self, why: str) -> None:
         """End every offer and every share of a fan-out."""

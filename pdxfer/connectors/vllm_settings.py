@@ -20,7 +20,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 from pdxfer.agent import AgentConfig
@@ -95,12 +95,7 @@ class Settings:
 
     def agent_config(self, rank: int) -> AgentConfig:
         """The config of one rank's agent: fixed ports move up by the rank."""
-        return replace(
-            self.agent,
-            rank=rank,
-            control=tuple(_shifted(address, rank) for address in self.agent.control),
-            listen={scheme: _shifted(address, rank) for scheme, address in self.agent.listen.items()},
-        )
+        return self.agent.at_rank(rank)
 
 
 def _typed(extra: Mapping[str, Any], key: str, kind: Any, default: Any) -> Any:
@@ -112,8 +107,3 @@ def _typed(extra: Mapping[str, Any], key: str, kind: Any, default: Any) -> Any:
 
 def _frozen(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
-
-
-def _shifted(address: str, rank: int) -> str:
-    head, colon, port = address.rpartition(":")
-    return f"{head}{colon}{int(port) + rank}" if colon and port.isdecimal() and int(port) else address

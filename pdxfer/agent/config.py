@@ -1,0 +1,107 @@
+"""Config of one rank's agent: frozen, checked on construction; and what of it may change while the agent runs.
+
+Where the values come from (flags, environment, files) is the affair of ``pdxfer.config``; it reads the fields here.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pdxfer.errors import MisuseError
+from pdxfer.packing import KERNELS, native_available
+from pdxfer.transport import WINDOW_MESSAGES
+
+__all__ = ["RELOADABLE", "AgentConfig", "Incarnation"]
+
+#: Fields that ``Agent.reconfigure`` takes over while the agent runs.
+RELOADABLE = ("call_s", "hold_max_s", "lease_s", "stall_s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentConfig:
+    """How one rank's agent works.
+
+    Attributes:
+        worker: name of the worker, unique among peers; rank: this rank's number.
+        control: control addresses to bind (``unix:///path``, ``tcp://host:port``); () is a private Unix socket.
+        transports: data transports to offer and use, best first; transport_options: by scheme.
+        listen: data addresses to bind, by scheme (``tcp://host:port``); others bind a private one of this host.
+        mode: ``auto``, ``packed`` or ``direct``. kernel: ``auto``, ``native``, ``numpy`` or ``torch``.
+        arena_bytes: bound of the staging memory of one transport; chunk_bytes: bound of a message.
+        window: chunks underway per edge; lease_s: how long an offer waits for its next sign of life.
+        hold_max_s: how long an offer may be held, by renewals, before anybody opens it.
+        call_s: bound of one control call; a machine whose cores are all busy needs more.
+        stall_s: how long a chunk waits for staging or for room on a channel.
+        allow_remote: bind addresses other hosts can reach (until peers are authenticated: trusted networks only).
+    """
+
+    worker: str
+    rank: int = 0
+    control: tuple[str, ...] = ()
+    transports: tuple[str, ...] = ("shm", "tcp")
+    transport_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    listen: Mapping[str, str] = field(default_factory=dict)
+    mode: str = "auto"
+    kernel: str = "auto"
+    digests: bool = True
+    arena_bytes: int = 64 << 20
+    chunk_bytes: int = 8 << 20
+    window: int = 2
+    lease_s: float = 30.0
+    hold_max_s: float = 600.0
+    call_s: float = 5.0
+    stall_s: float = 5.0
+    allow_remote: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.worker or self.rank < 0 or not self.transports:
+            raise MisuseError(f"a worker name, a rank and a transport are needed: {self}")
+        if unused := sorted({*self.listen, *self.transport_options} - {*self.transports}):
+            raise MisuseError(f"{unused} have an address or options, but transports are {self.transports}")
+        if self.mode not in ("auto", "packed", "direct"):
+            raise MisuseError(f"mode must be auto, packed or direct, got {self.mode!r}")
+        if self.kernel not in ("auto", *KERNELS) or (self.kernel == "native" and not native_available()):
+            known = [k for k in KERNELS if k != "native" or native_available()]
+            raise MisuseError(f"kernel {self.kernel!r} is not here; there are auto, {', '.join(known)}")
+        if not 4096 <= self.chunk_bytes <= self.arena_bytes:
+            raise MisuseError(f"chunk_bytes {self.chunk_bytes} must be in [4096, arena_bytes {self.arena_bytes}]")
+        if not all(0 < s < math.inf for s in (self.lease_s, self.hold_max_s, self.call_s, self.stall_s)):
+            raise MisuseError(f"lease_s, hold_max_s, call_s and stall_s must be positive and finite: {self}")
+        if not 1 <= self.window <= WINDOW_MESSAGES:
+            raise MisuseError(f"window must be in [1, {WINDOW_MESSAGES}], which every channel has room for: {self}")
+
+    def at_rank(self, rank: int, worker: str = "") -> AgentConfig:
+        """The same for one rank of a worker: fixed ports move up by the rank."""
+        return replace(
+            self,
+            worker=worker or self.worker,
+            rank=rank,
+            control=tuple(_shifted(address, rank) for address in self.control),
+            listen={scheme: _shifted(address, rank) for scheme, address in self.listen.items()},
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Incarnation:
+    """One life of a rank as its tickets know it: the epoch, and the key that seals them (32 bytes).
+
+    An agent makes its own. A sidecar is given its engine's, so that what writes tickets in the engine (``RankIssuer``)
+    outlives the sidecar: after a restart every old offer is unknown there (its nonce and sessions are gone), and new
+    ones open.
+    """
+
+    epoch: bytes = field(default_factory=lambda: secrets.token_bytes(16))
+    key: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
+
+    def __post_init__(self) -> None:
+        if len(self.epoch) != 16 or len(self.key) != 32:
+            raise MisuseError("an epoch has 16 bytes and a key 32")
+
+
+def _shifted(address: str, rank: int) -> str:
+    head, colon, port = address.rpartition(":")
+    return f"{head}{colon}{int(port) + rank}" if colon and port.isdecimal() and int(port) else address

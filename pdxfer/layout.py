@@ -33,7 +33,7 @@ from functools import cached_property
 from typing import Any
 
 from pdxfer.errors import MisuseError
-from pdxfer.spec import DTYPE_BYTES, CacheSpec, Component, Growth
+from pdxfer.spec import DTYPE_BYTES, CacheSpec, Component, Growth, RequestSizes
 
 __all__ = ["Box", "Holding", "Layout", "RankLayout", "RegionShape", "TokenOwnership", "boxes_cover"]
 
@@ -369,6 +369,19 @@ class Layout:
     def digest(self) -> str:
         """Hex digest of the canonical JSON form; equal to ``canonical_digest(self.to_json())``."""
         return hashlib.blake2b(self.to_bytes(), digest_size=16).hexdigest()
+
+    @cached_property
+    def request_sizes(self) -> RequestSizes:
+        """What ``spec.request_bytes`` needs to say how long a request is, in the dtypes stored here."""
+        dtypes = {h.component: h.dtype for rank in reversed(self.ranks) for h in rank.holdings}
+        return tuple(
+            (
+                0 if c.growth is Growth.PER_REQUEST else c.tokens_per_row,
+                c.window,
+                len(c.layers) * c.row_elems * DTYPE_BYTES[dtypes.get(c.name, c.dtype)],
+            )
+            for c in self.spec.components
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; ``from_json`` is its inverse."""

@@ -38,10 +38,15 @@ __all__ = [
     "Component",
     "Growth",
     "Ownership",
+    "RequestSizes",
     "Rule",
     "canonical_digest",
     "compare_specs",
+    "request_bytes",
 ]
+
+#: For each component: tokens that share a row (0: one row in all), window, bytes of one row in all layers.
+RequestSizes = tuple[tuple[int, int, int], ...]
 
 DTYPE_BYTES: Mapping[str, int] = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2,
@@ -287,6 +292,15 @@ def _component_from_json(data: Mapping[str, Any]) -> Component:
         tokens_per_row=int(data["tokens_per_row"]),
         window=int(data["window"]),
     )
+
+
+def request_bytes(sizes: RequestSizes, tokens: int) -> int:
+    """Bytes of one request of ``tokens`` tokens, every unique byte once."""
+    total = 0
+    for tokens_per_row, window, row_bytes in sizes:
+        first = max(0, tokens - window) // tokens_per_row if window else 0
+        total += row_bytes * (-(-tokens // tokens_per_row) - first if tokens_per_row else 1)
+    return total
 
 
 def canonical_digest(value: Any) -> str:

@@ -10,9 +10,15 @@ answer before it hears from the ranks.
 
 ::
 
-    Ticket ── transfer, worker, layout digest, token counts, tokens sampled, context    the same for all ranks
-       └── RankTicket x ranks ── control address, epoch, nonce, seal                     one per source rank
-                                                                       seal = HMAC-SHA256 over everything left of it
+    Ticket ── transfer, worker, layout digest, token counts, bytes, tokens sampled, context,   the same for all ranks
+       │      tenant, audience, lifetime
+       └── RankTicket x ranks ── control address, epoch, nonce, key id, seal                   one per source rank
+                                                              seal = HMAC-SHA256 over everything left of it
+
+Pages, slots and their generation are sealed through the nonce: the source keeps it with the very hold that has them,
+gives every offer a new one, and forgets it with the offer. (The scheduler that writes a ticket knows the nonce, but
+not yet which generation the ranks will give out.) The lifetime is a duration, counted by the source on its own
+monotonic clock from the offer on, so that no clock has to agree with another.
 """
 
 from __future__ import annotations
@@ -27,22 +33,30 @@ from typing import Any
 import msgpack
 
 from pdxfer.errors import StaleError, TicketError
+from pdxfer.keys import TicketKeys, check_key, key_id
+from pdxfer.spec import RequestSizes, request_bytes
 
 __all__ = ["TICKET_VERSION", "RankIssuer", "RankTicket", "Ticket", "issue_ticket", "seal_rank", "unseal"]
 
-TICKET_VERSION = 2
+TICKET_VERSION = 3
+#: Default of how long a ticket is good for, in seconds; the lease may end sooner.
+LIFETIME_S = 600
 _MAX_TEXT = 64 << 10
-_MAX_RANKS = 1024
+_MAX_NAME = 256
+_MAX_ITEMS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTicket:
-    """One source rank's part. ``nonce``: 16 random bytes, new for every offer, so that an id may be used again."""
+    """One source rank's part. ``nonce``: 16 random bytes, new for every offer, so that an id may be used again.
+    ``key_id``: which of the source's keys made the seal.
+    """
 
     rank: int
     address: str
     epoch: bytes
     nonce: bytes
+    key_id: bytes = bytes(8)
     seal: bytes = b""
 
 
@@ -57,6 +71,10 @@ class Ticket:
         kv_tokens: tokens whose per-token rows are valid.
         sampled: tokens that the source already sampled after the prompt.
         context: digest of what the caches were computed from, at most 32 bytes; engines compare it. Empty: not said.
+        nbytes: of the request's unique state in the source's dtypes; the target computes it, too, and compares.
+        tenant: whose request it is; "" where there is only one. audience: the only worker that may fetch it, or "":
+            any that the source lets in; the first one that opens it is then the only one.
+        lifetime_s: seconds from the offer on in which the source looks at it at all.
         ranks: one part per source rank, in rank order.
     """
 
@@ -67,11 +85,15 @@ class Ticket:
     kv_tokens: int
     sampled: tuple[int, ...] = ()
     context: bytes = b""
+    nbytes: int = 0
+    tenant: str = ""
+    audience: str = ""
+    lifetime_s: int = LIFETIME_S
     ranks: tuple[RankTicket, ...] = ()
 
     def encode(self) -> str:
         """ASCII text (base64 of msgpack); ``decode`` is the inverse."""
-        ranks = [[r.rank, r.address, r.epoch, r.nonce, r.seal] for r in self.ranks]
+        ranks = [[r.rank, r.address, r.epoch, r.nonce, r.key_id, r.seal] for r in self.ranks]
         return base64.urlsafe_b64encode(msgpack.packb([TICKET_VERSION, *self._common(), ranks])).decode()
 
     @classmethod
@@ -81,15 +103,21 @@ class Ticket:
             raise TicketError(f"the ticket has {len(text)} characters; at most {_MAX_TEXT} are allowed")
         try:
             raw = base64.b64decode(text, altchars=b"-_", validate=True)
-            fields = msgpack.unpackb(raw, max_ext_len=0, max_map_len=0, max_array_len=_MAX_TEXT)
-            version, transfer, worker, digest, state_tokens, kv_tokens, sampled, context, ranks = fields
+            fields = msgpack.unpackb(raw, max_ext_len=0, max_map_len=0, max_array_len=_MAX_ITEMS)
+            version, *common, ranks = fields
         except (ValueError, TypeError, binascii.Error, msgpack.UnpackException) as error:
             raise TicketError("not a ticket: it can't be decoded", hint="was it cut off on its way?") from error
         if version != TICKET_VERSION:
             raise TicketError(f"ticket version {version!r}; this pdxfer reads version {TICKET_VERSION}")
-        _expect([transfer, worker, digest], str)
-        _expect([state_tokens, kv_tokens, *_list(sampled)], int)
+        _list(common, 11)
+        transfer, worker, digest, state_tokens, kv_tokens, sampled, context, nbytes, tenant, audience, lifetime_s = (
+            common
+        )
+        _expect([transfer, worker, digest, tenant, audience], str)
+        _expect([state_tokens, kv_tokens, nbytes, lifetime_s, *_list(sampled)], int)
         _expect([context], bytes)
+        if max(map(len, (transfer, worker, digest, tenant, audience))) > _MAX_NAME:
+            raise TicketError("not a ticket: a name in it is too long")
         if len(context) > 32:
             raise TicketError(f"not a ticket: its context has {len(context)} bytes")
         ticket = cls(
@@ -100,6 +128,10 @@ class Ticket:
             kv_tokens=kv_tokens,
             sampled=tuple(sampled),
             context=context,
+            nbytes=nbytes,
+            tenant=tenant,
+            audience=audience,
+            lifetime_s=lifetime_s,
             ranks=tuple(_rank(r) for r in _list(ranks)),
         )
         # base64 and msgpack can write one value in many ways; with one text per ticket, any edit is seen.
@@ -131,20 +163,20 @@ class Ticket:
 
     def _common(self) -> list[Any]:
         tokens = [self.state_tokens, self.kv_tokens, list(self.sampled)]
-        return [self.transfer, self.worker, self.layout_digest, *tokens, self.context]
+        who = [self.nbytes, self.tenant, self.audience, self.lifetime_s]
+        return [self.transfer, self.worker, self.layout_digest, *tokens, self.context, *who]
 
     def sealed_bytes(self, part: RankTicket) -> bytes:
         """What a rank's seal covers."""
         packed: bytes = msgpack.packb(
-            [TICKET_VERSION, *self._common(), part.rank, part.address, part.epoch, part.nonce]
+            [TICKET_VERSION, *self._common(), part.rank, part.address, part.epoch, part.nonce, part.key_id]
         )
         return packed
 
 
 def seal_rank(ticket: Ticket, part: RankTicket, key: bytes) -> Ticket:
     """Return the ticket with ``part`` sealed under ``key`` as its only rank."""
-    if len(key) < 16:
-        raise TicketError("the ticket key is shorter than 16 bytes")
+    part = replace(part, key_id=key_id(key))
     return replace(ticket, ranks=(replace(part, seal=hmac.digest(key, ticket.sealed_bytes(part), "sha256")),))
 
 
@@ -157,7 +189,9 @@ class RankIssuer:
     rank: int
     address: str
     epoch: bytes
-    key: bytes = field(repr=False)
+    keys: TicketKeys = field(repr=False)
+    sizes: RequestSizes = ()
+    lifetime_s: int = LIFETIME_S
 
     def issue(
         self,
@@ -168,20 +202,26 @@ class RankIssuer:
         nonce: bytes,
         sampled: Sequence[int] = (),
         context: bytes = b"",
+        tenant: str = "",
+        audience: str = "",
     ) -> Ticket:
         """Return the ticket with this rank's sealed part; raises TicketError when no ticket can carry it."""
-        common = Ticket(
-            transfer=transfer,
-            worker=self.worker,
-            layout_digest=self.layout_digest,
-            state_tokens=state_tokens,
-            kv_tokens=kv_tokens,
-            sampled=tuple(sampled),
-            context=context,
-        )
         part = RankTicket(rank=self.rank, address=self.address, epoch=self.epoch, nonce=nonce)
         try:
-            ticket = seal_rank(common, part, self.key)
+            common = Ticket(
+                transfer=transfer,
+                worker=self.worker,
+                layout_digest=self.layout_digest,
+                state_tokens=state_tokens,
+                kv_tokens=kv_tokens,
+                sampled=tuple(sampled),
+                context=context,
+                nbytes=request_bytes(self.sizes, kv_tokens),
+                tenant=tenant,
+                audience=audience,
+                lifetime_s=self.lifetime_s,
+            )
+            ticket = seal_rank(common, part, self.keys.active()[0])
             Ticket.decode(ticket.encode())
         except (TypeError, ValueError, OverflowError) as error:
             raise TicketError(f"{transfer!r}: no ticket can carry this offer: {error}") from error
@@ -193,8 +233,8 @@ def issue_ticket(issuers: Sequence[RankIssuer], transfer: str, **facts: Any) -> 
     return Ticket.join([issuer.issue(transfer, **facts) for issuer in issuers])
 
 
-def unseal(ticket: Ticket, rank: int, epoch: bytes, key: bytes) -> RankTicket:
-    """Return the part of ``rank`` when its seal is ours.
+def unseal(ticket: Ticket, rank: int, epoch: bytes, keys: Sequence[bytes]) -> RankTicket:
+    """Return the part of ``rank`` when its seal is ours: made with one of ``keys``, the active ones.
 
     Raises:
         StaleError: it was sealed in another life of this agent (the key of that epoch is gone).
@@ -203,7 +243,10 @@ def unseal(ticket: Ticket, rank: int, epoch: bytes, key: bytes) -> RankTicket:
     part = ticket.rank(rank)
     if part.epoch != epoch:
         raise StaleError(f"the ticket of {ticket.transfer!r} is of another epoch of this agent", reason="EPOCH_CHANGED")
-    if len(key) < 16 or not hmac.compare_digest(part.seal, hmac.digest(key, ticket.sealed_bytes(part), "sha256")):
+    sealed = ticket.sealed_bytes(part)
+    # Every key is tried, whatever the id says: how long it takes tells nobody which of them exists.
+    ours = [hmac.compare_digest(part.seal, hmac.digest(key, sealed, "sha256")) for key in keys if check_key(key)]
+    if not any(ours):
         hint = "it was edited on its way, or sealed by another agent"
         raise TicketError(
             f"the ticket of {ticket.transfer!r} does not carry this agent's seal for rank {rank}", hint=hint
@@ -212,17 +255,17 @@ def unseal(ticket: Ticket, rank: int, epoch: bytes, key: bytes) -> RankTicket:
 
 
 def _rank(fields: Any) -> RankTicket:
-    rank, address, epoch, nonce, seal = _list(fields, 5)
+    rank, address, epoch, nonce, key, seal = _list(fields, 6)
     _expect([rank], int)
-    _expect([epoch, nonce, seal], bytes)
+    _expect([epoch, nonce, key, seal], bytes)
     _expect([address], str)
-    if len(epoch) != 16 or len(nonce) != 16 or len(seal) != 32 or len(address) > 256:
+    if [len(b) for b in (epoch, nonce, key, seal)] != [16, 16, 8, 32] or len(address) > _MAX_NAME:
         raise TicketError("not a ticket: a rank's part is out of bounds")
-    return RankTicket(rank=rank, address=address, epoch=epoch, nonce=nonce, seal=seal)
+    return RankTicket(rank=rank, address=address, epoch=epoch, nonce=nonce, key_id=key, seal=seal)
 
 
 def _list(value: Any, n: int = -1) -> list[Any]:
-    if not isinstance(value, list) or len(value) > _MAX_RANKS or (n >= 0 and len(value) != n):
+    if not isinstance(value, list) or len(value) > _MAX_ITEMS or (n >= 0 and len(value) != n):
         raise TicketError("not a ticket: a list is missing, too long or too short")
     return value
 

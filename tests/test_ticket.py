@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdxfer.errors import StaleError, TicketError
+from pdxfer.keys import TicketKeys, key_id
 from pdxfer.ticket import TICKET_VERSION, RankIssuer, RankTicket, Ticket, issue_ticket, seal_rank, unseal
 
 EPOCH, KEY = bytes(range(16)), bytes(range(32))
@@ -27,6 +28,7 @@ parts = st.builds(
     address=texts,
     epoch=st.binary(min_size=16, max_size=16),
     nonce=st.binary(min_size=16, max_size=16),
+    key_id=st.binary(min_size=8, max_size=8),
     seal=st.binary(min_size=32, max_size=32),
 )
 tickets = st.builds(
@@ -38,6 +40,10 @@ tickets = st.builds(
     kv_tokens=counts,
     sampled=st.lists(counts, max_size=5).map(tuple),
     context=st.binary(max_size=32),
+    nbytes=counts,
+    tenant=texts,
+    audience=texts,
+    lifetime_s=counts,
     ranks=st.lists(parts, max_size=4).map(tuple),
 )
 
@@ -52,7 +58,7 @@ def sealed(rank: int = 0, *, key: bytes = KEY) -> Ticket:
 
 def accept(text: str | bytes, rank: int = 0, *, epoch: bytes = EPOCH, key: bytes = KEY) -> RankTicket:
     """What a source rank does with a ticket it is shown."""
-    return unseal(Ticket.decode(text), rank, epoch, key)
+    return unseal(Ticket.decode(text), rank, epoch, [key])
 
 
 @given(tickets)
@@ -62,13 +68,15 @@ def test_round_trip(ticket):
     assert text.isascii()
 
 
-@given(st.lists(st.binary(min_size=16, max_size=32), min_size=1, max_size=5, unique=True), st.randoms())
+@given(st.lists(st.binary(min_size=32, max_size=40), min_size=1, max_size=5, unique=True), st.randoms())
 def test_joined_ticket_carries_every_rank_s_own_seal(keys, random):
     own = [sealed(rank, key=key) for rank, key in enumerate(keys)]
     random.shuffle(own)
     text = Ticket.join(own).encode()
     for rank, key in enumerate(keys):
-        assert accept(text, rank, key=key) == replace(part(rank), seal=accept(text, rank, key=key).seal)
+        assert accept(text, rank, key=key) == replace(
+            part(rank), key_id=key_id(key), seal=accept(text, rank, key=key).seal
+        )
         for other in keys:
             if other != key:
                 with pytest.raises(TicketError, match="seal"):
@@ -116,6 +124,10 @@ def test_every_bit_flip_under_the_encoding_is_refused():
         {"sampled": (11, 0)},
         {"sampled": ()},
         {"context": b"x"},
+        {"nbytes": 1},
+        {"tenant": "another"},
+        {"audience": "D"},
+        {"lifetime_s": 601},
     ],
     ids=lambda change: next(iter(change)),
 )
@@ -124,7 +136,9 @@ def test_every_common_field_is_sealed(change):
         accept(replace(sealed(), **change).encode())
 
 
-@pytest.mark.parametrize("change", [{"address": "unix:///elsewhere"}, {"nonce": bytes(16)}, {"seal": bytes(32)}])
+@pytest.mark.parametrize(
+    "change", [{"address": "unix:///elsewhere"}, {"nonce": bytes(16)}, {"seal": bytes(32)}, {"key_id": bytes(8)}]
+)
 def test_every_field_of_a_rank_s_part_is_sealed(change):
     ticket = sealed()
     with pytest.raises(TicketError, match="seal"):
@@ -167,20 +181,29 @@ def test_ranks_that_disagree_make_no_ticket(change):
 
 def test_a_ticket_written_elsewhere_in_a_rank_s_name_is_the_rank_s_own():
     issuers = [
-        RankIssuer(worker="P", layout_digest="d" * 64, rank=r, address=f"unix:///{r}", epoch=EPOCH, key=bytes([r] * 32))
+        RankIssuer(
+            worker="P",
+            layout_digest="d" * 64,
+            rank=r,
+            address=f"unix:///{r}",
+            epoch=EPOCH,
+            keys=TicketKeys((bytes([r] * 32),)),
+        )
         for r in range(3)
     ]
     facts = {"kv_tokens": 37, "state_tokens": 36, "sampled": [1], "context": b"c", "nonce": bytes(range(16))}
     whole = issue_ticket(issuers, "t", **facts)
     assert Ticket.decode(whole.encode()) == whole
     for issuer in issuers:
-        assert accept(whole.encode(), issuer.rank, key=issuer.key) == issuer.issue("t", **facts).ranks[0]
-        assert str(issuer.key) not in repr(issuer)
+        assert accept(whole.encode(), issuer.rank, key=issuer.keys.keys[0]) == issuer.issue("t", **facts).ranks[0]
+        assert str(issuer.keys.keys[0]) not in repr(issuer)
 
 
 @pytest.mark.parametrize("facts", [{"sampled": ["x"]}, {"kv_tokens": 1 << 70}, {"nonce": b"short"}, {"context": "x"}])
 def test_what_no_ticket_can_carry_is_refused_when_it_is_written(facts):
-    issuer = RankIssuer(worker="P", layout_digest="d", rank=0, address="unix:///x", epoch=EPOCH, key=KEY)
+    issuer = RankIssuer(
+        worker="P", layout_digest="d", rank=0, address="unix:///x", epoch=EPOCH, keys=TicketKeys((KEY,))
+    )
     with pytest.raises(TicketError):
         issuer.issue("t", **({"kv_tokens": 1, "state_tokens": 1, "nonce": bytes(16)} | facts))
 
@@ -195,7 +218,8 @@ def _packed(*fields: object) -> bytes:
     return base64.urlsafe_b64encode(msgpack.packb(list(fields)))
 
 
-GOOD_RANK = [0, "unix:///x", EPOCH, bytes(16), bytes(32)]
+GOOD_RANK = [0, "unix:///x", EPOCH, bytes(16), bytes(8), bytes(32)]
+REST = [0, "", "", 600]
 
 
 @pytest.mark.parametrize(
@@ -213,28 +237,28 @@ GOOD_RANK = [0, "unix:///x", EPOCH, bytes(16), bytes(32)]
         base64.urlsafe_b64encode(b"\xdd\xff\xff\xff\xff"),
         base64.urlsafe_b64encode(b"\xdb\xff\xff\xff\xff"),
         _packed(TICKET_VERSION, "t", "w", "d", 1, 1, []),
-        _packed(TICKET_VERSION + 1, "t", "w", "d", 1, 1, [], b"", []),
-        _packed(True, "t", "w", "d", 1, 1, [], b"", []),
-        _packed(1.0, "t", "w", "d", 1, 1, [], b"", []),
-        _packed(TICKET_VERSION, b"t", "w", "d", 1, 1, [], b"", []),
-        _packed(TICKET_VERSION, "t", "w", "d", -1, 1, [], b"", []),
-        _packed(TICKET_VERSION, "t", "w", "d", 1.0, 1, [], b"", []),
-        _packed(TICKET_VERSION, "t", "w", "d", True, 1, [], b"", []),
-        _packed(TICKET_VERSION, "t", "w", "d", 1, 1, None, b"", []),
-        _packed(TICKET_VERSION, "t", "w", "d", 1, 1, [-1], b"", []),
-        _packed(TICKET_VERSION, "t", "w", "d", 1, 1, [0] * 5000, b"", []),
-        _packed(TICKET_VERSION, "t", "w", "d", 1, 1, [], b"", [GOOD_RANK[:4]]),
-        _packed(TICKET_VERSION, "t", "w", "d", 1, 1, [], b"", [[*GOOD_RANK[:2], b"short", *GOOD_RANK[3:]]]),
-        _packed(TICKET_VERSION, "t", "w", "d", 1, 1, [], b"", [[*GOOD_RANK[:4], b"short"]]),
-        _packed(TICKET_VERSION, "t", "w", "d", 1, 1, [], b"", [[*GOOD_RANK[:3], b"short", bytes(32)]]),
-        _packed(TICKET_VERSION, "t", "w", "d", 1, 1, [], bytes(33), []),
-        _packed(TICKET_VERSION, "t", "w", "d", 1, 1, [], "", []),
-        _packed(TICKET_VERSION, "t", "w", "d", 1, 1, [], b"", [[0, "x" * 300, *GOOD_RANK[2:]]]),
-        _packed(TICKET_VERSION, "t", "w", "d", 1, 1, [], b"", [[-1, *GOOD_RANK[1:]]]),
-        _packed(TICKET_VERSION, "t", "w", "d", 1, 1, [], b"", [GOOD_RANK, "x"]),
+        _packed(TICKET_VERSION + 1, "t", "w", "d", 1, 1, [], b"", *REST, []),
+        _packed(True, "t", "w", "d", 1, 1, [], b"", *REST, []),
+        _packed(1.0, "t", "w", "d", 1, 1, [], b"", *REST, []),
+        _packed(TICKET_VERSION, b"t", "w", "d", 1, 1, [], b"", *REST, []),
+        _packed(TICKET_VERSION, "t", "w", "d", -1, 1, [], b"", *REST, []),
+        _packed(TICKET_VERSION, "t", "w", "d", 1.0, 1, [], b"", *REST, []),
+        _packed(TICKET_VERSION, "t", "w", "d", True, 1, [], b"", *REST, []),
+        _packed(TICKET_VERSION, "t", "w", "d", 1, 1, None, b"", *REST, []),
+        _packed(TICKET_VERSION, "t", "w", "d", 1, 1, [-1], b"", *REST, []),
+        _packed(TICKET_VERSION, "t", "w", "d", 1, 1, [0] * 5000, b"", *REST, []),
+        _packed(TICKET_VERSION, "t", "w", "d", 1, 1, [], b"", *REST, [GOOD_RANK[:5]]),
+        _packed(TICKET_VERSION, "t", "w", "d", 1, 1, [], b"", *REST, [[*GOOD_RANK[:2], b"short", *GOOD_RANK[3:]]]),
+        _packed(TICKET_VERSION, "t", "w", "d", 1, 1, [], b"", *REST, [[*GOOD_RANK[:5], b"short"]]),
+        _packed(TICKET_VERSION, "t", "w", "d", 1, 1, [], b"", *REST, [[*GOOD_RANK[:3], b"short", *GOOD_RANK[4:]]]),
+        _packed(TICKET_VERSION, "t", "w", "d", 1, 1, [], bytes(33), *REST, []),
+        _packed(TICKET_VERSION, "t", "w", "d", 1, 1, [], "", *REST, []),
+        _packed(TICKET_VERSION, "t", "w", "d", 1, 1, [], b"", *REST, [[0, "x" * 300, *GOOD_RANK[2:]]]),
+        _packed(TICKET_VERSION, "t", "w", "d", 1, 1, [], b"", *REST, [[-1, *GOOD_RANK[1:]]]),
+        _packed(TICKET_VERSION, "t", "w", "d", 1, 1, [], b"", *REST, [GOOD_RANK, "x"]),
         # The right values, written in more bytes than needed: two texts must not mean one ticket.
         base64.urlsafe_b64encode(
-            msgpack.packb([2, "t", "w", "d", 1, 1, [], b"", []]).replace(b"\x99\x02", b"\x99\xcc\x02")
+            msgpack.packb([3, "t", "w", "d", 1, 1, [], b"", *REST, []]).replace(b"\x9d\x03", b"\x9d\xcc\x03")
         ),
     ],
 )  # fmt: skip

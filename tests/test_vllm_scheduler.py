@@ -13,6 +13,7 @@ from pdxfer.connectors.vllm_scheduler import TICKET_KEY, SchedulerSide
 from pdxfer.connectors.vllm_settings import Settings, check_version
 from pdxfer.connectors.vllm_step import Step
 from pdxfer.errors import MisuseError
+from pdxfer.keys import TicketKeys
 from pdxfer.ticket import RankIssuer, Ticket
 
 BLOCKS = ((4, 5, 6), (0, 0, 1))
@@ -65,7 +66,7 @@ def issuers(size: int = 2) -> list[RankIssuer]:
     return [
         RankIssuer(
             worker="p0", layout_digest="0" * 32, rank=rank, address=f"unix:///tmp/p{rank}.sock",
-            epoch=secrets.token_bytes(16), key=secrets.token_bytes(32),
+            epoch=secrets.token_bytes(16), keys=TicketKeys.create(),
         )
         for rank in range(size)
     ]  # fmt: skip

@@ -34,6 +34,7 @@ class AgentConfig:
         arena_bytes: bound of the staging memory of one transport; chunk_bytes: bound of a message.
         window: chunks underway per edge; lease_s: how long an offer waits for its next sign of life.
         hold_max_s: how long an offer may be held, by renewals, before anybody opens it.
+        ticket_keys: file (or ``fd:N``) of the keys that seal tickets, see ``keys.py``; "" is a random one.
         call_s: bound of one control call; a machine whose cores are all busy needs more.
         stall_s: how long a chunk waits for staging or for room on a channel.
         allow_remote: bind addresses other hosts can reach (until peers are authenticated: trusted networks only).
@@ -53,6 +54,7 @@ class AgentConfig:
     window: int = 2
     lease_s: float = 30.0
     hold_max_s: float = 600.0
+    ticket_keys: str = ""
     call_s: float = 5.0
     stall_s: float = 5.0
     allow_remote: bool = False

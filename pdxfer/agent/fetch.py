@@ -39,6 +39,7 @@ from pdxfer.errors import (
 from pdxfer.messages import Abort, Complete, Mode, Open, Opened, Renew
 from pdxfer.packing import EdgeProgram, RequestShape
 from pdxfer.plan import Edge, Plan, make_plan
+from pdxfer.spec import request_bytes
 from pdxfer.ticket import Ticket
 from pdxfer.transfer import TARGET, Cancel, Event, Hold, Offer, State
 
@@ -175,6 +176,8 @@ class Fetch:
     def _prepare(self) -> tuple[Plan, dict[int, Peer]]:
         """Meet the sources and agree on layouts; returns the plan and our source peers by rank."""
         agent, ticket = self.agent, self.ticket
+        if not ticket.ranks:
+            raise TicketError(f"{ticket.transfer}: the ticket has no source rank's part")
         with self._timed("negotiate"):
             first = agent.peers.get(ticket.ranks[0].address, epoch=ticket.ranks[0].epoch, deadline_s=self.deadline_s)
         source = first.layout
@@ -182,6 +185,8 @@ class Fetch:
             raise StaleError(
                 f"{ticket.transfer}: the source's layout is not the ticket's any more", reason="LAYOUT_CHANGED"
             )
+        if ticket.nbytes != request_bytes(source.request_sizes, ticket.kv_tokens):
+            raise TicketError(f"{ticket.transfer}: {ticket.nbytes} B is not the length of {ticket.kv_tokens} tokens")
         with self._timed("plan"):
             plan = make_plan(source, agent.memory.layout)
             plan.digest  # noqa: B018 - computed once here, so that it counts as planning

@@ -40,8 +40,10 @@ from pdxfer.errors import (
     PdxferError,
     PeerError,
     StaleError,
+    TicketError,
     TransportError,
 )
+from pdxfer.keys import TicketKeys
 from pdxfer.layout import Layout, RankLayout
 from pdxfer.messages import (
     PROTOCOL_VERSION,
@@ -72,8 +74,8 @@ class Agent(ControlHandler):
 
     def __init__(self, config: AgentConfig, incarnation: Incarnation | None = None) -> None:
         self.config = config
-        self._incarnation = incarnation or Incarnation()
-        self.epoch = self._incarnation.epoch
+        self.epoch = (incarnation or Incarnation()).epoch
+        self._keys = TicketKeys((incarnation.key,)) if incarnation else TicketKeys.create(config.ticket_keys)
         self.draining = False
         self.siblings: dict[int, str] = {}
         self.fetched: Counter[str] = Counter()
@@ -114,7 +116,7 @@ class Agent(ControlHandler):
         if self._memory is not None:
             raise MisuseError("a layout is attached already")
         self._memory = Memory(self.config, self.transports, layout, regions)
-        self._source = Source(self._memory, self.epoch, self._incarnation.key)
+        self._source = Source(self._memory, self.epoch, self._keys)
         self.siblings.update(siblings or {})
 
     def start(self) -> None:
@@ -226,6 +228,8 @@ class Agent(ControlHandler):
         sampled: Sequence[int] = (),
         context: bytes = b"",
         nonce: bytes | None = None,
+        tenant: str = "",
+        audience: str = "",
         fence: Callable[[], None] | None = None,
         on_end: OnEnd | None = None,
     ) -> Ticket:
@@ -240,6 +244,7 @@ class Agent(ControlHandler):
             kv_tokens: tokens with valid per-token rows; state_tokens: where the state stands (default kv_tokens).
             context: digest of what the caches were computed from; the target's engine compares it.
             nonce: 16 random bytes for the ticket; given when the worker's scheduler writes the ticket itself.
+            tenant: whose request it is; the ticket says so, sealed. audience: the only worker that may fetch it.
             fence: waits until the device has written everything; called once, before the first byte is read, by a
                 peer's call. If it fails, so does the transfer.
             on_end: called with (transfer, outcome) once the pages are free again: completed, expired, aborted ...
@@ -260,6 +265,8 @@ class Agent(ControlHandler):
             sampled=tokens,
             context=context,
             nonce=nonce,
+            tenant=tenant,
+            audience=audience,
             fence=fence,
             on_end=on_end,
         )
@@ -289,6 +296,7 @@ class Agent(ControlHandler):
         *,
         first_token: int = 0,
         timeout_s: float = 30.0,
+        tenant: str | None = None,
         on_done: Callable[[], None] | None = None,
     ) -> Fetch:
         """Begin to fetch a transfer into our own pages; see ``fetch``. Returns at once, or raises MisuseError.
@@ -298,12 +306,17 @@ class Agent(ControlHandler):
         Args:
             on_done: called by the fetch's thread at the end.
         """
-        fetch = self._new_fetch(ticket, tables, first_token, timeout_s)
+        fetch = self._new_fetch(ticket, tables, first_token, timeout_s, tenant)
         fetch.start(on_done)
         return fetch
 
     def _new_fetch(
-        self, ticket: Ticket | str, tables: Mapping[str, Sequence[int]], first_token: int, timeout_s: float
+        self,
+        ticket: Ticket | str,
+        tables: Mapping[str, Sequence[int]],
+        first_token: int,
+        timeout_s: float,
+        tenant: str | None,
     ) -> Fetch:
         if math.isnan(timeout_s):
             raise MisuseError("a timeout that is no number never passes")
@@ -314,6 +327,7 @@ class Agent(ControlHandler):
             if self._stop.is_set():
                 raise MisuseError("the agent is closed")
             try:
+                _check_meant(parsed, self.config.worker, tenant)
                 fetch = Fetch(self, parsed, tables, first_token=_plain(first_token), timeout_s=timeout_s)
             except PdxferError as error:
                 self.leave_siblings(parsed, error)
@@ -328,13 +342,14 @@ class Agent(ControlHandler):
         *,
         first_token: int = 0,
         timeout_s: float = 30.0,
+        tenant: str | None = None,
     ) -> Received:
         """Fetch a transfer into our own pages and slots: complete and verified, or one error.
 
         Args:
             ticket: the joined ticket. tables: our pages by table name, for all ``kv_tokens`` of the ticket.
             first_token: rows before it are already here and stay untouched (state always moves).
-            timeout_s: bound of the whole.
+            timeout_s: bound of the whole. tenant: whose request the pages are for; another one's ticket is refused.
 
         Returns:
             Received: keep it while the pages are in use, then ``release()`` it.
@@ -342,7 +357,7 @@ class Agent(ControlHandler):
         Raises:
             PdxferError: and the pages are free again (not to be read): see the tree in ``errors.py``.
         """
-        fetch = self._new_fetch(ticket, tables, first_token, timeout_s)
+        fetch = self._new_fetch(ticket, tables, first_token, timeout_s, tenant)
         fetch.run()
         return fetch.wait()
 
@@ -455,6 +470,13 @@ def _private_directory() -> PrivateDirectory:
 
 def _parsed(ticket: Ticket | str) -> Ticket:
     return ticket if isinstance(ticket, Ticket) else Ticket.decode(ticket)
+
+
+def _check_meant(ticket: Ticket, worker: str, tenant: str | None) -> None:
+    if tenant is not None and ticket.tenant != tenant:
+        raise TicketError(f"{ticket.transfer}: the ticket is another tenant's", reason="WRONG_TENANT")
+    if ticket.audience not in ("", worker):
+        raise TicketError(f"{ticket.transfer}: the ticket is for another worker", reason="WRONG_AUDIENCE")
 
 
 def _plain(number: Any) -> Any:

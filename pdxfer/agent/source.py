@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
+import math
 import secrets
 import threading
 import time
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from pdxfer.driver import SourceSession
 from pdxfer.errors import AbortedError, ExhaustedError, IncompatibleError, MisuseError, StaleError, TicketError
+from pdxfer.keys import TicketKeys
 from pdxfer.messages import LIMITS, Abort, Complete, Completed, Mode, Open, Opened, Renew, Renewed
 from pdxfer.packing import EdgeProgram, RequestShape, Side
 from pdxfer.plan import Edge, Plan, make_plan
@@ -49,6 +51,8 @@ _Key = TypeVar("_Key", str, bytes)
 class _Record:
     """One transfer that others read from us; a relay has a plan and ``ready``, an engine's offer has a hold.
 
+    ``reader``: the worker that has opened it; its ticket is no other's from then on.
+
     Once it has ended and is quiet, only what answers repeated calls is kept: no side, no sessions, their names alone.
     """
 
@@ -56,6 +60,8 @@ class _Record:
     side: Side | None
     shape: RequestShape
     nonce: bytes = b""
+    tenant: str = ""
+    reader: str = ""
     fence: Callable[[], None] | None = None
     born_s: float = field(default_factory=time.monotonic)
     hold: Hold | None = None
@@ -79,10 +85,10 @@ class _Record:
 class Source:
     """All that peers may read from one rank. Thread-safe."""
 
-    def __init__(self, memory: Memory, epoch: bytes, key: bytes) -> None:
+    def __init__(self, memory: Memory, epoch: bytes, keys: TicketKeys) -> None:
         self.memory, self.config, self.epoch = memory, memory.config, epoch
         self.counters: Counter[str] = Counter()
-        self._key = key
+        self.keys = keys
         self._records: OrderedDict[tuple[bool, str], _Record] = OrderedDict()
         self._by_session: dict[bytes, _Record] = {}
         self._quarantined: list[_Record] = []
@@ -102,6 +108,8 @@ class Source:
         sampled: Sequence[int] = (),
         context: bytes = b"",
         nonce: bytes | None = None,
+        tenant: str = "",
+        audience: str = "",
         fence: Callable[[], None] | None = None,
         on_end: OnEnd | None = None,
     ) -> Ticket:
@@ -119,6 +127,8 @@ class Source:
             sampled=sampled,
             context=context,
             nonce=nonce,
+            tenant=tenant,
+            audience=audience,
         )
         with self._lock:
             if (False, transfer) in self._records:
@@ -127,16 +137,25 @@ class Source:
             memory.ledger.fire(hold, Event.SEAL)
             memory.ledger.fire(hold, Event.ISSUE)
             offer = self._new_offer(transfer, hold.generation)
-            record = _Record(offer=offer, side=side, shape=shape, nonce=nonce, fence=fence, hold=hold, on_end=on_end)
+            record = _Record(
+                offer=offer, side=side, shape=shape, nonce=nonce, tenant=tenant, fence=fence, hold=hold, on_end=on_end
+            )
             self._remember((False, transfer), record)
             self.counters["offered"] += 1
         return ticket
 
     def issuer(self, address: str) -> RankIssuer:
         """What writes tickets in our name; peers reach us at ``address``."""
-        digest, rank = self.memory.layout.digest, self.config.rank
+        layout = self.memory.layout
         return RankIssuer(
-            worker=self.config.worker, layout_digest=digest, rank=rank, address=address, epoch=self.epoch, key=self._key
+            worker=self.config.worker,
+            layout_digest=layout.digest,
+            rank=self.config.rank,
+            address=address,
+            epoch=self.epoch,
+            keys=self.keys,
+            sizes=layout.request_sizes,
+            lifetime_s=math.ceil(self.config.hold_max_s),
         )
 
     def withdraw(self, transfer: str, why: str = "withdrawn") -> None:
@@ -193,7 +212,9 @@ class Source:
         program = EdgeProgram(plan, edge, shape, chunk_bytes=message.chunk_bytes)
         served = self._session(message, record, program)
         with self._lock:
+            _check_reader(record, message.target_worker)
             record.offer.open(time.monotonic(), message.target_rank, readers, served.session)
+            record.reader = message.target_worker
             record.sessions[served.session] = served
             record.session_names.append(served.session)
             self._by_session[served.session] = record
@@ -229,7 +250,7 @@ class Source:
 
     def _admit_target(self, message: Open | Abort | Renew) -> _Record:
         ticket = Ticket.decode(message.ticket)
-        part = unseal(ticket, self.config.rank, self.epoch, self._key)
+        part = unseal(ticket, self.config.rank, self.epoch, self.keys.active())
         record = self._records.get((False, ticket.transfer))
         if record is None or ticket.transfer != message.transfer:
             what = f"transfer {ticket.transfer!r} is not (or no longer) offered here"
@@ -237,6 +258,12 @@ class Source:
         if not hmac.compare_digest(part.nonce, record.nonce):
             what = f"{ticket.transfer}: the ticket is of an earlier offer of this id"
             raise StaleError(what, reason="STALE_TICKET")
+        if time.monotonic() >= record.born_s + ticket.lifetime_s:
+            what = f"{ticket.transfer}: the ticket was good for {ticket.lifetime_s} s"
+            raise StaleError(what, reason="TICKET_EXPIRED")
+        if ticket.audience not in ("", message.target_worker):
+            raise TicketError(f"{ticket.transfer}: the ticket is for another worker", reason="WRONG_AUDIENCE")
+        _check_reader(record, message.target_worker)
         return record
 
     def _admit_sibling(self, message: Open) -> _Record:
@@ -468,6 +495,11 @@ class Source:
         for record in expired:
             self._give_up(record)
         self._release_quiet()
+
+
+def _check_reader(record: _Record, worker: str) -> None:
+    if record.reader not in ("", worker):
+        raise TicketError(f"{record.offer.transfer}: another worker has used this ticket", reason="TICKET_USED")
 
 
 def _keep_newest(known: dict[_Key, str], key: _Key, why: str) -> None:

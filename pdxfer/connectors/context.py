@@ -14,7 +14,12 @@ import numpy as np
 
 from pdxfer.errors import MisuseError
 
-__all__ = ["prompt_context"]
+__all__ = ["prompt_context", "tenant_of"]
+
+
+def tenant_of(salt: str | None) -> str:
+    """Name of the tenant whose requests carry this cache salt; it does not say the salt. "" without one."""
+    return hashlib.blake2b(salt.encode(), digest_size=16, person=b"pdxfer-tenant").hexdigest() if salt else ""
 
 
 def prompt_context(token_ids: Sequence[int], *, adapter: str = "", salt: str = "", media: Iterable[str] = ()) -> bytes:

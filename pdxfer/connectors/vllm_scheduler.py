@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pdxfer.connectors.context import prompt_context
+from pdxfer.connectors.context import prompt_context, tenant_of
 from pdxfer.connectors.vllm_step import BlockIds, Load, Offer, Step
 from pdxfer.errors import MisuseError, PdxferError, TicketError
 from pdxfer.ticket import RankIssuer, Ticket, issue_ticket
@@ -37,6 +37,7 @@ class _Prefill:
 
     tokens: int
     context: bytes
+    tenant: str
     offer: Offer | None = None
 
 
@@ -120,7 +121,9 @@ class SchedulerSide:
             _log.warning("request %s is not handed over: %s", request.request_id, error)
             return
         _drop_last_token(request)
-        self._prefills[request.request_id] = _Prefill(tokens=tokens, context=context)
+        self._prefills[request.request_id] = _Prefill(
+            tokens=tokens, context=context, tenant=tenant_of(request.cache_salt)
+        )
 
     def _add_decode(self, request: Any, params: Mapping[str, Any]) -> None:
         text = params.get(TICKET_KEY)
@@ -194,6 +197,7 @@ class SchedulerSide:
             tokens=prefill.tokens,
             nonce=secrets.token_bytes(16),
             context=prefill.context,
+            tenant=prefill.tenant,
         )
         self._orders.offers.append(prefill.offer)
 
@@ -227,6 +231,7 @@ class SchedulerSide:
             state_tokens=offer.tokens,
             context=offer.context,
             nonce=offer.nonce,
+            tenant=offer.tenant,
         )
         return {
             "do_remote_prefill": True,
@@ -275,6 +280,8 @@ def _check_ticket(request: Any, params: Mapping[str, Any], tokens: int) -> None:
             f"the ticket stands at token {ticket.state_tokens} (KV {ticket.kv_tokens}), this prompt needs {tokens}",
             hint="vLLM continues from the prompt without its last token",
         )
+    if ticket.tenant != tenant_of(request.cache_salt):
+        raise TicketError("the ticket is another tenant's", hint="both requests need the same cache_salt")
     if request.prompt_token_ids is None or ticket.context != _context_of(request, tokens):
         raise TicketError("the ticket is of another prompt", hint="the router gave this request another one's ticket")
 

@@ -236,6 +236,7 @@ class WorkerSide:
             state_tokens=offer.tokens,
             context=offer.context,
             nonce=offer.nonce,
+            tenant=offer.tenant,
             fence=fence,
             on_end=lambda _transfer, outcome: self._end(sent, outcome.split()[0].rstrip(":")),
         )

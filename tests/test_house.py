@@ -187,3 +187,14 @@ def test_readme_names_every_module() -> None:
     named = {name.strip("`/ ") for row in table for name in row.split(",")}
     tree = {path.stem for path in (ROOT / "pdxfer").iterdir() if path.suffix in ("", ".py", ".c")}
     assert tree - named <= {"__init__", "__main__", "__pycache__", "_xxh3"}
+
+
+def test_every_reason_has_its_row() -> None:
+    """What an error says for machines is explained to people, too."""
+    from pdxfer import errors
+    from pdxfer.agent.reasons import REASONS
+
+    written = {r for path in SOURCES for r in re.findall(r'reason="([A-Z_]+)"', path.read_text(encoding="utf-8"))}
+    classes = {getattr(errors, name).reason for name in errors.__all__}
+    assert (written | classes) - {"ERROR"} == set(REASONS)
+    assert [*REASONS] == sorted(REASONS)

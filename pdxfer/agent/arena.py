@@ -32,7 +32,7 @@ class Arena:
         self._address: dict[int, int] = {}
         self._changed = threading.Condition()
         self.peak_bytes = 0
-        self.waits = 0
+        self.waits, self.waited_s, self.refusals = 0, 0.0, 0
 
     @property
     def capacity_bytes(self) -> int:
@@ -60,7 +60,8 @@ class Arena:
                 f"a chunk of {nbytes} B does not fit into the arena of {self.capacity_bytes} B",
                 hint="raise arena_bytes, or lower chunk_bytes",
             )
-        until_s = time.monotonic() + timeout_s
+        began_s = time.monotonic()
+        until_s = began_s + timeout_s
         while True:
             with self._changed:
                 block = self._take(need)
@@ -71,9 +72,12 @@ class Arena:
             with self._changed:
                 block = self._take(need)
                 if block is not None:
+                    self.waited_s += time.monotonic() - began_s
                     return block
                 left_s = until_s - time.monotonic()
                 if left_s <= 0:
+                    self.waited_s += time.monotonic() - began_s
+                    self.refusals += 1
                     raise ExhaustedError(
                         f"the arena of {self.capacity_bytes} B had no room for {nbytes} B within {timeout_s:g} s",
                         hint="a reader is slow, or arena_bytes is too small for the load",

@@ -93,6 +93,7 @@ class Fetch:
         self.side.check(agent.memory.layout.spec, self.shape, exclusive=True)
         self.ledger = agent.memory.ledger
         self.hold: Hold = self.ledger.open(ticket.transfer, agent.memory.units(self.side), TARGET)
+        self.timeline = agent.journal.begin("target", ticket.transfer, peer=ticket.worker)
         self._cancel = Cancel()
         self._on_done: Callable[[], None] | None = None
         self._done = threading.Event()
@@ -142,6 +143,7 @@ class Fetch:
             raise error
         if self.hold.state is State.READY:
             self.ledger.fire(self.hold, Event.TAKE)
+            self._mark("handed")
         return self._result
 
     # -- the fetch thread ----------------------------------------------------------------------------
@@ -152,8 +154,10 @@ class Fetch:
             plan, peers = self._prepare()
             self._plan = plan
             self.ledger.fire(self.hold, Event.POST)
+            self._mark("planned", f"{len(peers)} source ranks")
             self._move(plan, peers)
             self.ledger.fire(self.hold, Event.ALL_IN)
+            self._mark("all_in")
             self._await_readers()
             self._cancel.check()
             self._seconds["total"] = time.perf_counter() - self._started_s
@@ -162,6 +166,7 @@ class Fetch:
             )  # fmt: skip
             self.ledger.fire(self.hold, Event.VERIFIED)
             self.agent.fetched["fetched"] += 1
+            self.agent.journal.end(self.timeline, "completed", seconds=self._seconds)
         except BaseException as error:
             self._result = None
             interrupted = AbortedError(f"{self.ticket.transfer}: interrupted by {type(error).__name__}")
@@ -256,10 +261,12 @@ class Fetch:
                 self._attempt(plan, edge, find(), fresh=True)
         except Exception as error:  # noqa: BLE001 - reported through the cancel flag, which _join raises
             _clear_frames(error)
-            self._cancel.set(error)
+            if self._cancel.set(error):
+                self.timeline.failed_in = _name(edge)
 
     def _attempt(self, plan: Plan, edge: Edge, peer: Peer, *, fresh: bool) -> None:
         program, stats = self._program(plan, edge)
+        self.timeline.edges.append(stats)
         with stats.stage("negotiate"):
             address, channel = self._lend(peer, fresh=fresh)
         try:
@@ -268,7 +275,9 @@ class Fetch:
             with self._lock:
                 self._opened = [(p, o) for p, o in self._opened if p.address != peer.address] + [(peer, opened)]
             stats.transport, stats.mode = address.partition("://")[0], opened.mode.value
+            self._mark("opened", f"{_name(edge)} over {stats.transport}, {stats.mode}")
             self._reader(peer, opened, program, channel, stats).run()
+            self._mark("moved", _name(edge))
             with stats.stage("negotiate"):
                 self._complete(peer, opened, stats)
         except BaseException as error:
@@ -396,6 +405,7 @@ class Fetch:
             self._cancel.error.__cause__ = first
         self.ledger.fire(self.hold, Event.GIVE_UP)
         self.agent.fetched[f"fetch_failed_{getattr(first, 'reason', 'INTERNAL')}"] += 1
+        self.agent.journal.end(self.timeline, "failed", error=first, seconds=self._seconds)
         _log.warning("transfer %s failed: %s", self.ticket.transfer, first)
         if self._relay is not None:
             self.agent.source.end_relay(self.ticket.transfer, f"aborted: {first}")
@@ -459,6 +469,14 @@ class Fetch:
 
     def _release(self) -> None:
         self.ledger.fire(self.hold, Event.RELEASE)
+        self._mark("released")
+
+    def _mark(self, stage: str, detail: str = "") -> None:
+        self.agent.journal.mark(self.timeline, stage, detail)
+
+
+def _name(edge: Edge) -> str:
+    return f"{'sibling' if edge.relay else 'source'} rank {edge.source}"
 
 
 def _clear_frames(error: BaseException | None) -> None:

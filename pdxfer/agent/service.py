@@ -19,12 +19,14 @@ import operator
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 from pdxfer.agent.config import RELOADABLE, AgentConfig, Incarnation
 from pdxfer.agent.fetch import Fetch, Received
+from pdxfer.agent.journal import Journal
 from pdxfer.agent.keeper import Keeper
 from pdxfer.agent.memory import Memory
 from pdxfer.agent.peers import Layouts, Peers
@@ -79,6 +81,7 @@ class Agent(ControlHandler):
         self.draining = False
         self.siblings: dict[int, str] = {}
         self.fetched: Counter[str] = Counter()
+        self.journal = Journal()
         self.layouts = Layouts()
         self.transports: dict[str, Transport] = {}
         self.peers = Peers(self._introduction, self.layouts, self.transports, host_name(), config.call_s)
@@ -116,7 +119,7 @@ class Agent(ControlHandler):
         if self._memory is not None:
             raise MisuseError("a layout is attached already")
         self._memory = Memory(self.config, self.transports, layout, regions)
-        self._source = Source(self._memory, self.epoch, self._keys)
+        self._source = Source(self._memory, self.epoch, self._keys, self.journal)
         self.siblings.update(siblings or {})
 
     def start(self) -> None:
@@ -382,25 +385,41 @@ class Agent(ControlHandler):
 
     def open(self, message: Open, *, deadline_s: float) -> Opened:
         """See ``ControlHandler``."""
-        self._check_epoch(message.source_epoch)
-        layout = self.layouts.get(message.layout_digest)
-        if layout is None:
-            what = f"layout {message.layout_digest} is unknown here"
-            raise StaleError(what, reason="UNKNOWN_LAYOUT", hint="describe again")
-        return self.source.open(message, layout, deadline_s)
+        with self._judged():
+            self._check_epoch(message.source_epoch)
+            layout = self.layouts.get(message.layout_digest)
+            if layout is None:
+                what = f"layout {message.layout_digest} is unknown here"
+                raise StaleError(what, reason="UNKNOWN_LAYOUT", hint="describe again")
+            return self.source.open(message, layout, deadline_s)
 
     def complete(self, message: Complete, *, deadline_s: float) -> Completed:
         """See ``ControlHandler``."""
-        self._check_epoch(message.source_epoch)
-        return self.source.complete(message)
+        with self._judged():
+            self._check_epoch(message.source_epoch)
+            return self.source.complete(message)
 
     def abort(self, message: Abort, *, deadline_s: float) -> Completed:
         """See ``ControlHandler``."""
-        return self.source.abort(message)
+        with self._judged():
+            return self.source.abort(message)
 
     def renew(self, message: Renew, *, deadline_s: float) -> Renewed:
         """See ``ControlHandler``."""
-        return self.source.renew(message)
+        with self._judged():
+            return self.source.renew(message)
+
+    @contextmanager
+    def _judged(self) -> Iterator[None]:
+        """Count what is refused because of its ticket, its session, or because it came too late."""
+        try:
+            yield
+        except TicketError as error:
+            self.journal.refused("tickets_rejected", error)
+            raise
+        except StaleError as error:
+            self.journal.refused("stale_rejected", error)
+            raise
 
     def _check_epoch(self, epoch: bytes) -> None:
         if epoch != self.epoch:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
+from pdxfer.agent.journal import Journal, Timeline
 from pdxfer.driver import SourceSession
 from pdxfer.errors import AbortedError, ExhaustedError, IncompatibleError, MisuseError, StaleError, TicketError
 from pdxfer.keys import TicketKeys
@@ -59,6 +60,7 @@ class _Record:
     offer: Offer
     side: Side | None
     shape: RequestShape
+    timeline: Timeline
     nonce: bytes = b""
     tenant: str = ""
     reader: str = ""
@@ -71,6 +73,7 @@ class _Record:
     ready: threading.Event | None = None
     sessions: dict[bytes, SourceSession] = field(default_factory=dict)
     session_names: list[bytes] = field(default_factory=list)
+    read: set[bytes] = field(default_factory=set)
     fencing: threading.Lock = field(default_factory=threading.Lock)
 
     def quiet(self) -> bool:
@@ -85,8 +88,8 @@ class _Record:
 class Source:
     """All that peers may read from one rank. Thread-safe."""
 
-    def __init__(self, memory: Memory, epoch: bytes, keys: TicketKeys) -> None:
-        self.memory, self.config, self.epoch = memory, memory.config, epoch
+    def __init__(self, memory: Memory, epoch: bytes, keys: TicketKeys, journal: Journal) -> None:
+        self.memory, self.config, self.epoch, self.journal = memory, memory.config, epoch, journal
         self.counters: Counter[str] = Counter()
         self.keys = keys
         self._records: OrderedDict[tuple[bool, str], _Record] = OrderedDict()
@@ -138,7 +141,15 @@ class Source:
             memory.ledger.fire(hold, Event.ISSUE)
             offer = self._new_offer(transfer, hold.generation)
             record = _Record(
-                offer=offer, side=side, shape=shape, nonce=nonce, tenant=tenant, fence=fence, hold=hold, on_end=on_end
+                offer=offer,
+                side=side,
+                shape=shape,
+                timeline=self.journal.begin("source", transfer),
+                nonce=nonce,
+                tenant=tenant,
+                fence=fence,
+                hold=hold,
+                on_end=on_end,
             )
             self._remember((False, transfer), record)
             self.counters["offered"] += 1
@@ -218,6 +229,12 @@ class Source:
             record.sessions[served.session] = served
             record.session_names.append(served.session)
             self._by_session[served.session] = record
+        scheme = message.transport.partition("://")[0]
+        record.timeline.peer = message.target_worker
+        record.timeline.transports.add(scheme)
+        self.journal.mark(
+            record.timeline, "opened", f"by rank {message.target_rank} over {scheme}, {served.mode.value}"
+        )
         return Opened(
             epoch=self.epoch,
             generation=record.offer.generation,
@@ -321,6 +338,9 @@ class Source:
             now_s = time.monotonic()
             last = record.offer.complete(now_s, message.target_rank, message.session, message.generation)
             served = record.sessions.get(message.session)
+            if served is not None and message.session not in record.read:
+                record.read.add(message.session)
+                self.journal.served(record.timeline, served.program, message.target_rank)
         if served is not None:
             served.finish()
         if last:
@@ -403,6 +423,7 @@ class Source:
                 offer=self._new_offer(ticket.transfer, generation),
                 side=side,
                 shape=shape,
+                timeline=self.journal.begin("relay", ticket.transfer, peer=self.config.worker),
                 plan=plan,
                 ticket_text=text,
                 ready=threading.Event(),
@@ -454,7 +475,9 @@ class Source:
 
     def _count(self, record: _Record) -> None:
         kind = "relays" if record.hold is None else "offers"
-        self.counters[f"{kind}_{record.offer.ended.split()[0].rstrip(':')}"] += 1
+        outcome = record.offer.ended.split()[0].rstrip(":")
+        self.counters[f"{kind}_{outcome}"] += 1
+        self.journal.end(record.timeline, outcome, why=record.offer.ended)
 
     def _give_up(self, record: _Record) -> None:
         """An offer ended otherwise than by its last reader: close its channels, quarantine its pages."""

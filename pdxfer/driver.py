@@ -1,7 +1,7 @@
-"""Driver: moves one edge of one transfer over one channel, from either end.
+"""Driver: moves one edge of one transfer over one channel, at its target (``agent/serve.py`` has the other end).
 
-In come an opened session, an edge's program, this rank's memory and a channel; out come verified bytes in the
-target's pages, or one error. This file does the I/O that ``transfer.py`` allows; it opens no connections and
+In come an opened session, an edge's program, this rank's memory and a channel; out come verified bytes in this
+rank's pages, or one error. This file does the I/O that ``transfer.py`` allows; it opens no connections and
 makes no control calls.
 
 What happens to a segment::
@@ -16,14 +16,12 @@ the way. Where the native kernel takes them a few KiB behind the copy, their tim
 
 from __future__ import annotations
 
-import logging
-import threading
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -33,7 +31,6 @@ from pdxfer.errors import (
     CorruptError,
     DeadlineError,
     ExhaustedError,
-    InternalError,
     PdxferError,
     PeerError,
     StaleError,
@@ -43,27 +40,16 @@ from pdxfer.errors import (
 from pdxfer.messages import Mode
 from pdxfer.packing import Chunk, EdgeProgram, Segment, Side
 from pdxfer.transfer import Cancel, Intake
-from pdxfer.transport.base import Channel, Message, Region, RemoteRegion, Sending
+from pdxfer.transport.base import Channel, Message, RemoteRegion
 
-__all__ = ["EdgeReader", "EdgeStats", "PeerChannel", "SourceSession", "Staging", "serve_channel"]
+__all__ = ["EdgeReader", "EdgeStats", "PeerChannel", "source_tables"]
 
 _SLICE_S = 0.1  # how long a blocked thread stays deaf to cancel and close
-_log = logging.getLogger("pdxfer.driver")
 
 #: Errors that a source may report over the data channel, by class name; anything else is the peer's fault.
 _REPORTED: Mapping[str, type[PdxferError]] = {
     cls.__name__: cls for cls in (StaleError, TicketError, AbortedError, DeadlineError, PeerError, TransportError)
 }
-
-
-class Staging(Protocol):
-    """Bounded memory for packed chunks (``agent.arena.Arena``)."""
-
-    def allocate(self, nbytes: int, *, timeout_s: float, reap: Callable[[], None]) -> memoryview:
-        """Wait for room; raises ExhaustedError. ``reap`` frees what the caller no longer needs."""
-
-    def free(self, block: memoryview) -> None:
-        """Give a block back."""
 
 
 @dataclass(slots=True)
@@ -139,8 +125,7 @@ class EdgeReader:
         """
         intake = Intake(len(self.program.chunks), self.window)
         ahead: dict[int, list[bytes | None]] = {}
-        self._send(wire.Hello(self.session, self.digests))
-        self._want(intake)  # at once: the source works on the first chunks while we get to know its regions
+        self._send(wire.Hello(self.session, self.digests, intake.credit()))
         source = self._import() if self.mode is Mode.DIRECT else None
         if source is not None:
             with self.stats.stage("plan"):
@@ -164,7 +149,20 @@ class EdgeReader:
                 self._verify(chunk, frame, message, found)
             intake.accept(frame.chunk)
             self.stats.messages += 1
-        self._send(wire.Done(self.session))
+
+    def complete(self) -> bool:
+        """After ``run``: tell the source that it may let go; False when this path can't tell (say it by control then).
+
+        Raises:
+            StaleError, TicketError, AbortedError: the source had ended the transfer by then.
+        """
+        try:
+            self._send(wire.Done(self.session, self.generation))
+            with self._receive() as message:
+                self._frame(message, wire.Closed)
+        except TransportError:
+            return False
+        return True
 
     def _want(self, intake: Intake) -> None:
         """Give the source credit for as many chunks as may be underway."""
@@ -242,29 +240,27 @@ class EdgeReader:
         """Receive the source's regions (those not yet known on this channel) and page tables."""
         tables: dict[str, Any] = {}
         filled: Counter[str] = Counter()
-        wanted = set(_source_tables(self.program))
-        regions_done = False
-        while not regions_done or any(name not in tables or filled[name] < len(tables[name]) for name in wanted):
+        wanted = set(source_tables(self.program))
+        done = False
+        while not done:
             with self._receive() as message:
-                frame = self._frame(message, wire.Exported, wire.Table)
+                frame = self._frame(message, wire.Exported, wire.Tables)
                 if isinstance(frame, wire.Exported):
-                    regions_done = frame.region < 0
                     self._adopt(frame.region, message)
                     continue
-                if (
-                    frame.name not in wanted
-                    or frame.start != filled[frame.name]
-                    or (frame.start and frame.total != len(tables[frame.name]))
-                ):
-                    raise PeerError(f"page table {frame.name!r} came unasked or out of order", reason="PROTOCOL")
-                table = tables.setdefault(frame.name, np.empty(frame.total, np.int64))
-                table[frame.start : frame.start + len(frame.entries) // 8] = np.frombuffer(frame.entries, "<i8")
-                filled[frame.name] += len(frame.entries) // 8
+            for name, start, total, entries in frame.pieces:
+                in_order = start == filled[name] and (not start or total == len(tables[name]))
+                if name not in wanted or not in_order:
+                    raise PeerError(f"page table {name!r} came unasked or out of order", reason="PROTOCOL")
+                table = tables.setdefault(name, np.empty(total, np.int64))
+                table[start : start + len(entries) // 8] = np.frombuffer(entries, "<i8")
+                filled[name] += len(entries) // 8
+            done = frame.last
+        if any(name not in tables or filled[name] < len(tables[name]) for name in wanted):
+            raise PeerError(f"of page tables {sorted(wanted)} some entries are missing", reason="PROTOCOL")
         return Side(self.program.source_rank, self._region_buffers(), tables)
 
     def _adopt(self, region: int, message: Message) -> None:
-        if region < 0:
-            return
         shapes = self.program.source_rank.regions
         if message.region is None or region >= len(shapes) or message.region.nbytes < shapes[region].nbytes:
             raise PeerError(f"region {region} came without memory of the size its layout says", reason="PROTOCOL")
@@ -317,195 +313,6 @@ def _reported(frame: wire.Fail) -> PdxferError:
     return _REPORTED.get(frame.error, PeerError)(f"at the source: {frame.message}", reason=frame.reason)
 
 
-def _source_tables(program: EdgeProgram) -> list[str]:
+def source_tables(program: EdgeProgram) -> list[str]:
     """Names of the source's page tables that the edge's items use."""
     return sorted({program.source_rank.holdings[item.source_holding].table for item in program.items})
-
-
-class SourceSession:
-    """The source's end of one edge: what one reader may ask for. Used by the thread of its channel only,
-    except ``close`` and ``quiet``.
-    """
-
-    def __init__(
-        self,
-        *,
-        transfer: str,
-        generation: int,
-        session: bytes,
-        mode: Mode,
-        program: EdgeProgram,
-        source: Side,
-        regions: Mapping[int, Region],
-        check_live: Callable[[], None],
-        staging: Staging,
-        stall_s: float = 5.0,
-        kernel: str = "auto",
-    ) -> None:
-        self.transfer, self.generation, self.session, self.mode = transfer, generation, session, mode
-        self.program, self.source, self.regions = program, source, regions
-        self.check_live, self.staging, self.stall_s, self.kernel = check_live, staging, stall_s, kernel
-        self.digests = True
-        self._busy = threading.Lock()
-        self._channel: Channel | None = None
-        self._closed = False
-
-    def finish(self) -> None:
-        """Its reader has all it wanted: nothing more will be read, and the channel may serve others."""
-        self._closed, self._channel = True, None
-        self.program.forget()
-
-    def close(self) -> None:
-        """End it from outside: the channel that serves it closes, so its thread stops soon."""
-        self._closed = True
-        channel, self._channel = self._channel, None
-        if channel is not None:
-            channel.close()
-
-    def quiet(self) -> bool:
-        """Whether no thread is reading pages for it and none will begin."""
-        if not self._closed or not self._busy.acquire(blocking=False):
-            return False
-        self._busy.release()
-        return True
-
-    def begin(self, channel: Channel, hello: wire.Hello, exported: set[int]) -> None:
-        """Answer Hello: in direct mode, export regions and tell page tables."""
-        self._channel, self.digests = channel, hello.digests
-        if self._closed:
-            raise StaleError(f"{self.transfer}: the session is closed")
-        self.check_live()
-        if self.mode is not Mode.DIRECT:
-            return
-        for index in sorted(self._needed_regions() - exported):
-            header = wire.encode(wire.Exported(self.session, index))
-            channel.export_region(self.regions[index], header, timeout_s=self.stall_s)
-            exported.add(index)
-        channel.send_all(wire.encode(wire.Exported(self.session, -1)), timeout_s=self.stall_s)
-        for name in _source_tables(self.program):
-            table = self.source.tables[name].astype("<i8")
-            for start in range(0, max(1, len(table)), wire.TABLE_ENTRIES_MAX // 2):
-                entries = table[start : start + wire.TABLE_ENTRIES_MAX // 2].tobytes()
-                frame = wire.Table(self.session, name, start, len(table), entries)
-                channel.send_all(wire.encode(frame), timeout_s=self.stall_s)
-
-    def _needed_regions(self) -> set[int]:
-        found: set[int] = set()
-        for item in self.program.items:
-            holding = self.program.source_rank.holdings[item.source_holding]
-            found.update(holding.at(layer)[0] for layer in item.layers)
-        return found
-
-    def answer(
-        self, channel: Channel, index: int, outstanding: deque[tuple[Sending, memoryview]], reap: Callable[[], None]
-    ) -> None:
-        """Send one chunk: packed with its digests, or its digests alone."""
-        if index >= len(self.program.chunks):
-            raise PeerError(f"chunk {index} of {len(self.program.chunks)} was wanted", reason="PROTOCOL")
-        chunk = self.program.chunks[index]
-        block = None
-        if self.mode is Mode.PACKED:
-            block = self.staging.allocate(chunk.nbytes, timeout_s=self.stall_s, reap=reap)
-        try:
-            with self._busy:
-                if self._closed:
-                    raise StaleError(f"{self.transfer}: the session is closed")
-                self.check_live()
-                frame = self._gather(chunk, block)
-            payload = None if block is None else block[: chunk.nbytes]
-            sending = channel.send_all(wire.encode(frame), payload, timeout_s=self.stall_s)
-        except BaseException:
-            if block is not None:
-                self.staging.free(block)
-            raise
-        if block is not None:
-            outstanding.append((sending, block))
-
-    def _gather(self, chunk: Chunk, block: memoryview | None) -> wire.Data:
-        """Pack a chunk into ``block`` and digest it there, or digest it where it lies."""
-        edge, digests = self.program.edge, list[bytes]()
-        start = time.perf_counter()
-        for index, segment in enumerate(chunk.segments):
-            seed = None
-            if self.digests:
-                seed = wire.digest_seed(self.transfer, self.generation, edge.source, edge.target, chunk.number, index)
-            found = None
-            if block is not None:
-                out = block[segment.offset : segment.offset + segment.nbytes]
-                found = packing.pack(self.program, segment, self.source, out, kernel=self.kernel, seed=seed)
-            elif seed is not None:
-                found = packing.digest(self.program, segment, self.source, seed, of_target=False, kernel=self.kernel)
-            if found is not None:
-                digests.append(found)
-        spent_s = time.perf_counter() - start
-        return wire.Data(self.session, chunk.number, digests, *((0.0, spent_s) if block is None else (spent_s, 0.0)))
-
-
-def serve_channel(
-    channel: Channel,
-    lookup: Callable[[bytes], SourceSession],
-    staging: Staging,
-    stop: threading.Event,
-) -> None:
-    """Serve one accepted channel until it or the agent closes; one session after the other.
-
-    Whatever one session does wrong ends that session with a Fail frame; whatever the channel does wrong ends
-    the channel. Staging is given back in every case.
-    """
-    outstanding: deque[tuple[Sending, memoryview]] = deque()
-    exported: set[int] = set()
-    current: SourceSession | None = None
-
-    def reap() -> None:
-        while outstanding and outstanding[0][0].done:
-            staging.free(outstanding.popleft()[1])
-
-    try:
-        while not stop.is_set():
-            reap()
-            try:
-                message = channel.receive(timeout_s=_SLICE_S)
-            except DeadlineError:
-                continue
-            with message:
-                frame = wire.decode(message.header)
-            try:
-                current = _dispatch(channel, frame, current, lookup, outstanding, exported, reap)
-            except TransportError:
-                raise
-            except Exception as raised:  # noqa: BLE001 - our own bug must reach the target as an error, too
-                error = raised if isinstance(raised, PdxferError) else _own_bug(raised)
-                _log.warning("transfer %s: %s", current.transfer if current else "?", error.message)
-                fail = wire.Fail(frame.session, type(error).__name__, error.reason, error.message[:1024])
-                channel.send_all(wire.encode(fail), timeout_s=_SLICE_S)
-    except PdxferError as error:
-        _log.debug("channel ends: %s", error.message)
-    finally:
-        channel.close()
-        for _, block in outstanding:
-            staging.free(block)
-
-
-def _own_bug(raised: Exception) -> InternalError:
-    _log.error("serving a channel failed unexpectedly", exc_info=raised)
-    return InternalError(f"the source failed unexpectedly ({type(raised).__name__}); its log has more")
-
-
-def _dispatch(
-    channel: Channel, frame: wire.Frame, current: SourceSession | None, lookup: Callable[[bytes], SourceSession],
-    outstanding: deque[tuple[Sending, memoryview]], exported: set[int], reap: Callable[[], None],
-) -> SourceSession | None:  # fmt: skip
-    if isinstance(frame, wire.Hello):
-        session = lookup(frame.session)
-        session.begin(channel, frame, exported)
-        return session
-    if current is None or frame.session != current.session:
-        return current  # a late frame of a session that is over
-    if isinstance(frame, wire.Want):
-        for chunk in frame.chunks:
-            current.answer(channel, chunk, outstanding, reap)
-        return current
-    if isinstance(frame, wire.Done):
-        current.finish()
-        return None
-    raise PeerError(f"a target does not send {type(frame).__name__}", reason="PROTOCOL")

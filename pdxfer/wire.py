@@ -5,17 +5,19 @@ In come frames; out come bytes for a transport, and back. This file knows no lay
 ::
 
     target                                   source
-      | Hello(session, digests)                |
-      |--------------------------------------->|   which transfer this channel now serves
-      |          Exported(region) ... Table(name, entries) ...      direct mode only
+      | Hello(session, digests, chunks)        |
+      |--------------------------------------->|   which transfer this channel now serves, and the first credit
+      |          Exported(region) ... Tables(name, entries, ...)    direct mode only
+      |<---------------------------------------|
+      |          Data(chunk, digests) + payload (none in direct mode)
       |<---------------------------------------|
       | Want(chunks)            (the credit)   |
       |--------------------------------------->|
-      |          Data(chunk, digests) + payload (none in direct mode)
-      |<---------------------------------------|
       |   ...one Want for each chunk worked off|
-      | Done                                   |
-      |--------------------------------------->|   the channel is idle and may serve another transfer
+      | Done(generation)                       |
+      |--------------------------------------->|   all is in and verified: the source may let go of it
+      |          Closed                        |
+      |<---------------------------------------|   and did; the channel is idle and may serve another transfer
       |          Fail(reason, ...) instead of any answer
 
 Every frame names the session, so that a late one is known and dropped. A digest covers the segment's bytes
@@ -26,7 +28,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import msgpack
@@ -35,13 +37,14 @@ import xxhash
 from pdxfer.errors import PeerError
 
 __all__ = [
+    "Closed",
     "Data",
     "Done",
     "Exported",
     "Fail",
     "Frame",
     "Hello",
-    "Table",
+    "Tables",
     "Want",
     "decode",
     "digest",
@@ -51,22 +54,23 @@ __all__ = [
 
 SESSION_BYTES = 16
 DIGEST_BYTES = 16
-TABLE_ENTRIES_MAX = 8192
+TABLES_BYTES_MAX = 48 << 10  # of entries and names in one frame
 _MAX_HEADER = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Target: this channel now serves ``session``; ``digests`` asks for them."""
+    """Target: this channel now serves ``session``; ``digests`` asks for them, ``chunks`` are the first ones wanted."""
 
     kind: ClassVar[int] = 1
     session: bytes
     digests: bool
+    chunks: list[int]
 
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """Source: the message carries region ``region`` of the source rank; -1 says that all have been sent."""
+    """Source: the message carries region ``region`` of the source rank."""
 
     kind: ClassVar[int] = 2
     session: bytes
@@ -74,15 +78,16 @@ class Exported:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
-    """Source: entries of one page table from ``start`` on, int64 little-endian, of ``total``."""
+class Tables:
+    """Source: pieces of page tables, each [name, start, total, entries]: int64 little-endian entries from ``start`` on.
+
+    ``last``: with it, all regions and page tables have been told.
+    """
 
     kind: ClassVar[int] = 3
     session: bytes
-    name: str
-    start: int
-    total: int
-    entries: bytes
+    pieces: list[list[Any]]
+    last: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +113,11 @@ class Data:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """Target: nothing more is wanted; all payloads have been released."""
+    """Target: all that it wants of ``generation`` is in and verified, and all payloads have been released."""
 
     kind: ClassVar[int] = 6
     session: bytes
+    generation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,22 +131,34 @@ class Fail:
     message: str
 
 
-Frame = Hello | Exported | Table | Want | Data | Done | Fail
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """Source: this reader is counted as done."""
+
+    kind: ClassVar[int] = 8
+    session: bytes
+
+
+Frame = Hello | Exported | Tables | Want | Data | Done | Fail | Closed
+
+
+def _chunks(found: Any) -> bool:
+    return isinstance(found, list) and len(found) <= 64 and all(type(c) is int and c >= 0 for c in found)
+
+
+def _piece(found: Any) -> bool:
+    if not isinstance(found, list) or [type(field) for field in found] != [str, int, int, bytes]:
+        return False
+    name, start, total, entries = found
+    return len(name) <= 256 and len(entries) % 8 == 0 and 0 <= start <= start + len(entries) // 8 <= total <= 1 << 24
+
 
 # Field checks beside the types: what a field may be at most, before anyone acts on it.
 _CHECKS: dict[type, tuple[Callable[[Any], bool], ...]] = {
-    Hello: (lambda f: type(f.digests) is bool,),
-    Exported: (lambda f: type(f.region) is int and -1 <= f.region < 1 << 20,),
-    Table: (
-        lambda f: isinstance(f.name, str) and len(f.name) <= 256 and isinstance(f.entries, bytes),
-        lambda f: type(f.start) is type(f.total) is int and 0 <= f.start <= f.total <= 1 << 24,
-        lambda f: len(f.entries) % 8 == 0 and f.start + len(f.entries) // 8 <= f.total,
-    ),
-    Want: (
-        lambda f: (
-            isinstance(f.chunks, list) and len(f.chunks) <= 64 and all(type(c) is int and c >= 0 for c in f.chunks)
-        ),
-    ),
+    Hello: (lambda f: type(f.digests) is bool and _chunks(f.chunks),),
+    Exported: (lambda f: type(f.region) is int and 0 <= f.region < 1 << 20,),
+    Tables: (lambda f: type(f.last) is bool and isinstance(f.pieces, list) and all(map(_piece, f.pieces)),),
+    Want: (lambda f: _chunks(f.chunks),),
     Data: (
         lambda f: type(f.chunk) is int and f.chunk >= 0,
         lambda f: all(isinstance(s, float) and 0 <= s < math.inf for s in (f.pack_s, f.digest_s)),
@@ -148,15 +166,16 @@ _CHECKS: dict[type, tuple[Callable[[Any], bool], ...]] = {
             isinstance(f.digests, list) and all(isinstance(d, bytes) and len(d) == DIGEST_BYTES for d in f.digests)
         ),
     ),
-    Done: (),
+    Done: (lambda f: type(f.generation) is int and 0 <= f.generation < 1 << 63,),
     Fail: (lambda f: all(isinstance(t, str) and len(t) <= 4096 for t in (f.error, f.reason, f.message)),),
+    Closed: (),
 }
-_BY_KIND = {frame.kind: frame for frame in (Hello, Exported, Table, Want, Data, Done, Fail)}
+_BY_KIND = {frame.kind: frame for frame in (Hello, Exported, Tables, Want, Data, Done, Fail, Closed)}
 
 
 def encode(frame: Frame) -> bytes:
     """Header bytes of a frame."""
-    packed: bytes = msgpack.packb([frame.kind, *astuple(frame)])
+    packed: bytes = msgpack.packb([frame.kind, *[getattr(frame, name) for name in frame.__slots__]])
     return packed
 
 

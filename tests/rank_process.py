@@ -157,7 +157,7 @@ class _Server:
 
     def do_fill_arena(self, scheme: str) -> None:
         arena = self.agent.memory.arena(scheme)
-        self.held = arena.allocate(arena.capacity_bytes, timeout_s=0.0, reap=lambda: None)
+        self.held = arena.allocate(arena.capacity_bytes, "test", timeout_s=0.0)
 
     def do_free_arena(self, scheme: str) -> None:
         self.agent.memory.arena(scheme).free(self.held)

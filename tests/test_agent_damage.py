@@ -101,7 +101,7 @@ class Trickster(Tap):
         if self.trick == "no digests":
             return [_message(replace(frame, digests=[]), payload)]
         if self.trick == "no data":
-            return [Message(wire.encode(wire.Done(frame.session)), memoryview(b""))]
+            return [Message(wire.encode(wire.Done(frame.session, 0)), memoryview(b""))]
         # Swapped: every chunk comes with the payload of the one before it, cut or padded to fit.
         other, self.kept = self.kept or bytes(len(payload)), payload
         return [_message(frame, other[: len(payload)].ljust(len(payload), b"x"))]
@@ -123,7 +123,7 @@ def test_a_full_arena_is_said_in_time():
     plan = layouts(Parallel(), Parallel())
     with pair(*plan, mode="packed", of_source=small, of_target={"chunk_bytes": 4096}) as (source, target):
         arena = source.agents[0].memory.arena("memory")
-        held = arena.allocate(8192, timeout_s=0.0, reap=lambda: None)
+        held = arena.allocate(8192, "test", timeout_s=0.0)
         fails(source, target, ExhaustedError, match="at the source")
         arena.free(held)
         hand_over(source, target, "again")

@@ -17,17 +17,13 @@ from pdxfer.errors import ExhaustedError, InternalError
 STEP = 4096
 
 
-def nothing() -> None:
-    """Reap nothing."""
-
-
 def arena_of(steps: int, extra: int = 0) -> tuple[Arena, np.ndarray]:
     memory = np.zeros(steps * STEP + extra, np.uint8)
     return Arena(memoryview(memory)), memory
 
 
 def take(arena: Arena, nbytes: int, timeout_s: float = 0.0) -> memoryview:
-    return arena.allocate(nbytes, timeout_s=timeout_s, reap=nothing)
+    return arena.allocate(nbytes, object(), timeout_s=timeout_s)
 
 
 class ArenaMachine(RuleBasedStateMachine):
@@ -105,30 +101,111 @@ def test_a_full_arena_ends_the_wait_with_its_deadline():
 
 def test_what_never_fits_is_refused_without_waiting():
     arena, _ = arena_of(2, extra=4000)
-    reaped = []
     with pytest.raises(ExhaustedError, match="does not fit"):
-        arena.allocate(2 * STEP + 1, timeout_s=1e9, reap=lambda: reaped.append(1))
-    assert not reaped
+        take(arena, 2 * STEP + 1, timeout_s=1e9)
 
 
-def test_the_caller_s_own_finished_blocks_make_room():
-    arena, _ = arena_of(1)
-    mine = [take(arena, 1)]
-    assert len(arena.allocate(STEP, timeout_s=0.0, reap=lambda: arena.free(mine.pop()))) == STEP
-    assert not mine
+class Waiting:
+    """A thread that waits for a block, and has its turn in the queue when this returns."""
+
+    def __init__(self, arena: Arena, owner: object, served: list[object], nbytes: int = STEP) -> None:
+        self.block: memoryview | None = None
+        before = arena.waiting
+
+        def wait() -> None:
+            self.block = arena.allocate(nbytes, owner, timeout_s=60.0)
+            served.append(owner)
+
+        self.thread = threading.Thread(target=wait)
+        self.thread.start()
+        while arena.waiting == before:
+            time.sleep(0.001)
+
+    def join(self) -> memoryview:
+        self.thread.join(60.0)
+        assert self.block is not None
+        return self.block
 
 
-def test_a_waiter_gets_what_another_thread_frees():
-    arena, _ = arena_of(1)
-    held, got = take(arena, 1), []
-    waiting = threading.Event()
-    thread = threading.Thread(target=lambda: got.append(arena.allocate(1, timeout_s=60.0, reap=waiting.set)))
-    thread.start()
-    assert waiting.wait(60.0)
+def test_who_waits_is_served_in_turn_and_nobody_overtakes():
+    arena, _ = arena_of(2)
+    held, served = [take(arena, STEP), take(arena, STEP)], []
+    large = Waiting(arena, "large", served, 2 * STEP)
+    small = Waiting(arena, "small", served)
+    arena.free(held.pop())
+    assert arena.try_allocate(STEP, "new") is None, "there is room, but others came first"
+    assert served == []
+    arena.free(held.pop())
+    arena.free(large.join())
+    arena.free(small.join())
+    assert served == ["large", "small"]
+    assert arena.waits == 2
+    arena.check_integrity()
+
+
+def test_who_gives_up_waiting_lets_the_next_one_pass():
+    arena, _ = arena_of(2)
+    held, served = take(arena, STEP), []
+
+    def give_up() -> None:
+        with pytest.raises(ExhaustedError):
+            take(arena, 2 * STEP, 0.2)
+        served.append("impatient")
+
+    impatient = threading.Thread(target=give_up)
+    impatient.start()
+    while not arena.waiting:
+        time.sleep(0.001)
+    small = Waiting(arena, "small", served)
+    impatient.join(60.0)
+    arena.free(small.join())
+    assert "impatient" in served
     arena.free(held)
-    thread.join(60.0)
-    assert len(got) == 1
-    assert arena.waits >= 1
+    arena.check_integrity()
+
+
+def test_sessions_take_turns():
+    """Three that want ten blocks each, one after the other, in an arena of one."""
+    arena, _ = arena_of(1)
+    held, served, left = take(arena, STEP), [], [*"abc"]
+
+    def work(owner: str) -> None:
+        for number in range(10):
+            block = arena.allocate(STEP, owner, timeout_s=60.0)
+            served.append(owner)
+            if number == 9:
+                left.remove(owner)
+            while arena.waiting < len(left) - (number < 9):  # until all others want one, too
+                time.sleep(0.001)
+            arena.free(block)
+
+    threads = [threading.Thread(target=work, args=(owner,)) for owner in "abc"]
+    for count, thread in enumerate(threads, 1):
+        thread.start()
+        while arena.waiting < count:
+            time.sleep(0.001)
+    arena.free(held)
+    for thread in threads:
+        thread.join(60.0)
+    assert served == [*"abc"] * 10
+
+
+def test_no_owner_gets_more_than_its_share_but_one_block_is_everybody_s():
+    arena, _ = arena_of(8)
+    greedy = []
+    while (block := arena.try_allocate(STEP, "greedy")) is not None:
+        greedy.append(block)
+    assert len(greedy) == 4, "alone: half"
+    second = []
+    while (block := arena.try_allocate(STEP, "second")) is not None:
+        second.append(block)
+    assert len(second) == 2, "two: a third each"
+    assert arena.try_allocate(STEP, "greedy") is None
+    third = arena.try_allocate(2 * STEP, "third")
+    assert third is not None, "what fits at all, one block of it, whatever the share"
+    for block in (*greedy, *second, third):
+        arena.free(block)
+    arena.check_integrity()
 
 
 def test_threads_never_share_a_byte():

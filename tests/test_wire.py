@@ -22,21 +22,22 @@ seconds = st.floats(0, 1e6)
 
 
 @st.composite
-def tables(draw):
+def pieces(draw):
     entries = draw(st.lists(st.integers(-1, 2**62), max_size=20))
     start = draw(st.integers(0, 1000))
     total = draw(st.integers(start + len(entries), 1 << 24))
     packed = b"".join(e.to_bytes(8, "little", signed=True) for e in entries)
-    return wire.Table(draw(sessions), draw(st.text(max_size=50)), start, total, packed)
+    return [draw(st.text(max_size=50)), start, total, packed]
 
 
 frames = st.one_of(
-    st.builds(wire.Hello, sessions, st.booleans()),
-    st.builds(wire.Exported, sessions, st.integers(-1, (1 << 20) - 1)),
-    tables(),
+    st.builds(wire.Hello, sessions, st.booleans(), st.lists(chunks, max_size=64)),
+    st.builds(wire.Exported, sessions, st.integers(0, (1 << 20) - 1)),
+    st.builds(wire.Tables, sessions, st.lists(pieces(), max_size=4), st.booleans()),
     st.builds(wire.Want, sessions, st.lists(chunks, max_size=64)),
     st.builds(wire.Data, sessions, chunks, st.lists(st.binary(min_size=16, max_size=16), max_size=9), seconds, seconds),
-    st.builds(wire.Done, sessions),
+    st.builds(wire.Done, sessions, st.integers(0, 2**63 - 1)),
+    st.builds(wire.Closed, sessions),
     st.builds(wire.Fail, sessions, *[st.text(max_size=50)] * 3),
 )
 
@@ -59,9 +60,10 @@ def _decoded_or_refused(header: bytes) -> None:
         assert frame.chunk >= 0
         assert math.isfinite(frame.pack_s)
         assert math.isfinite(frame.digest_s)
-    if isinstance(frame, wire.Table):
-        assert 0 <= frame.start <= frame.start + len(frame.entries) // 8 <= frame.total <= 1 << 24
-    if isinstance(frame, wire.Want):
+    if isinstance(frame, wire.Tables):
+        for _, start, total, entries in frame.pieces:
+            assert 0 <= start <= start + len(entries) // 8 <= total <= 1 << 24
+    if isinstance(frame, (wire.Want, wire.Hello)):
         assert len(frame.chunks) <= 64
         assert all(chunk >= 0 for chunk in frame.chunks)
 
@@ -93,7 +95,7 @@ junk = st.recursive(
 )  # fmt: skip
 
 
-@given(st.one_of(st.integers(0, 9), junk), st.lists(junk, max_size=6), st.booleans())
+@given(st.one_of(st.integers(0, 10), junk), st.lists(junk, max_size=6), st.booleans())
 def test_fields_of_any_type_are_refused_or_within_bounds(kind, fields, with_session):
     _decoded_or_refused(msgpack.packb([kind, *([SESSION] if with_session else []), *fields]))
 
@@ -116,18 +118,25 @@ def test_one_field_of_another_type_is_refused_or_within_bounds(frame, data):
         [5, SESSION, 0, [], -1.0, 0.0],
         [4, SESSION, [0] * 65],
         [4, SESSION, [-1]],
-        [3, SESSION, "t", 0, 1, b"1234567"],
-        [3, SESSION, "t", 1, 1, bytes(8)],
-        [3, SESSION, "t", 0, 1 << 25, b""],
-        [3, SESSION, "t", -1, 1, b""],
-        [2, SESSION, -2],
+        [3, SESSION, [["t", 0, 1, b"1234567"]], True],
+        [3, SESSION, [["t", 1, 1, bytes(8)]], True],
+        [3, SESSION, [["t", 0, 1 << 25, b""]], True],
+        [3, SESSION, [["t", -1, 1, b""]], True],
+        [3, SESSION, [["t", False, 1, b""]], True],
+        [3, SESSION, [["t", 0, 1]], True],
+        [3, SESSION, [], 1],
+        [2, SESSION, -1],
         [2, SESSION, 1 << 20],
-        [1, SESSION, 1],
-        [1, SESSION[:15], True],
-        [6, SESSION.decode("latin-1")],
+        [1, SESSION, 1, []],
+        [1, SESSION, True, [-1]],
+        [1, SESSION[:15], True, []],
+        [6, SESSION.decode("latin-1"), 0],
+        [6, SESSION, -1],
+        [6, SESSION, True],
         [7, SESSION, "PeerError", "R", "x" * 4097],
         [7, SESSION, "PeerError", "R", b"x"],
-        [8, SESSION],
+        [8, SESSION, 0],
+        [9, SESSION],
         [],
         {},
     ],
@@ -145,9 +154,9 @@ def test_lies_about_sizes_are_refused(header):
         wire.decode(header)
 
 
-def test_the_longest_table_fits_into_a_header():
-    entries = bytes(8) * (wire.TABLE_ENTRIES_MAX // 2)
-    frame = wire.Table(SESSION, "t" * 256, 0, 1 << 24, entries)
+def test_the_longest_tables_fit_into_a_header():
+    piece = ["t" * 256, 0, 1 << 24, bytes(wire.TABLES_BYTES_MAX // 32)]
+    frame = wire.Tables(SESSION, [piece] * 32, True)
     assert len(wire.encode(frame)) <= MAX_HEADER_BYTES
     assert wire.decode(wire.encode(frame)) == frame
 
@@ -193,7 +202,7 @@ def test_the_digest_is_the_published_one():
 
 
 def test_frames_are_values():
-    frame = wire.Hello(SESSION, True)
+    frame = wire.Hello(SESSION, True, [0])
     assert replace(frame, digests=False) != frame
     with pytest.raises(AttributeError):
         frame.digests = False  # type: ignore[misc]

@@ -1,25 +1,38 @@
-"""Arena: one bounded region cut into blocks for packed chunks.
+"""Arena: one bounded region cut into blocks for packed chunks, and fairly shared.
 
-In come sizes; out come blocks, or ExhaustedError in time. It knows neither chunks nor channels.
+In come sizes and owners; out come blocks, or ExhaustedError in time. It knows neither chunks nor channels.
 
 ::
 
     region  |block A....|free......|block B|free..................|
              first fit, neighbours merge when freed, blocks start on 4 KiB
+
+Who waits is served in turn, and nobody overtakes: with owners that come with nothing (``serve.Sent.room``), that is one
+chunk for each, round and round. One block an owner can always have, if there is room; more of them only within its
+share: with n owners, 1/(n+1) of the arena, so that something is left for the next one to come.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 
 from pdxfer.errors import ExhaustedError, InternalError
 
 __all__ = ["Arena"]
 
 _STEP = 4096
-_POLL_S = 0.01
+
+
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    owner: Hashable
+    need: int
+    block: memoryview | None = None
+    served: threading.Event = field(default_factory=threading.Event)
 
 
 class Arena:
@@ -29,7 +42,9 @@ class Arena:
         self._memory = memory
         self._gaps: list[tuple[int, int]] = [(0, len(memory) // _STEP * _STEP)]
         self._blocks: dict[int, int] = {}
-        self._address: dict[int, int] = {}
+        self._taken: dict[int, tuple[int, Hashable]] = {}  # by the block's id: its start and owner
+        self._held: Counter[Hashable] = Counter()  # bytes by owner
+        self._waiters: deque[_Waiter] = deque()
         self._changed = threading.Condition()
         self.peak_bytes = 0
         self.waits, self.waited_s, self.refusals = 0, 0.0, 0
@@ -45,11 +60,19 @@ class Arena:
         with self._changed:
             return sum(self._blocks.values())
 
-    def allocate(self, nbytes: int, *, timeout_s: float, reap: Callable[[], None]) -> memoryview:
-        """Return a block of at least ``nbytes``, waiting for room.
+    @property
+    def waiting(self) -> int:
+        """How many callers wait for room."""
+        return len(self._waiters)
 
-        Args:
-            reap: called while waiting, without the lock, to free what the caller itself no longer needs.
+    def try_allocate(self, nbytes: int, owner: Hashable) -> memoryview | None:
+        """Return a block of at least ``nbytes`` if there is room, nobody waits, and ``owner`` is within its share."""
+        need = -(-nbytes // _STEP) * _STEP
+        with self._changed:
+            return None if self._waiters or not self._within_share(owner, need) else self._take(need, owner)
+
+    def allocate(self, nbytes: int, owner: Hashable, *, timeout_s: float) -> memoryview:
+        """Return a block of at least ``nbytes``, waiting in turn for room and for the owner's share.
 
         Raises:
             ExhaustedError: no room in time, or ever.
@@ -60,37 +83,49 @@ class Arena:
                 f"a chunk of {nbytes} B does not fit into the arena of {self.capacity_bytes} B",
                 hint="raise arena_bytes, or lower chunk_bytes",
             )
-        began_s = time.monotonic()
-        until_s = began_s + timeout_s
-        while True:
-            with self._changed:
-                block = self._take(need)
-                if block is not None:
-                    return block
-                self.waits += 1
-            reap()
-            with self._changed:
-                block = self._take(need)
-                if block is not None:
-                    self.waited_s += time.monotonic() - began_s
-                    return block
-                left_s = until_s - time.monotonic()
-                if left_s <= 0:
-                    self.waited_s += time.monotonic() - began_s
-                    self.refusals += 1
-                    raise ExhaustedError(
-                        f"the arena of {self.capacity_bytes} B had no room for {nbytes} B within {timeout_s:g} s",
-                        hint="a reader is slow, or arena_bytes is too small for the load",
-                    )
-                self._changed.wait(min(left_s, _POLL_S))
+        waiter, began_s = _Waiter(owner, need), time.monotonic()
+        with self._changed:
+            self._waiters.append(waiter)
+            self._serve()
+            if waiter.block is not None:
+                return waiter.block
+            self.waits += 1
+        waiter.served.wait(timeout_s)
+        with self._changed:
+            self.waited_s += time.monotonic() - began_s
+            if waiter.block is not None:
+                return waiter.block
+            self.refusals += 1
+            self._waiters.remove(waiter)
+            self._serve()  # those behind it may fit
+        raise ExhaustedError(
+            f"the arena of {self.capacity_bytes} B had no room for {nbytes} B within {timeout_s:g} s",
+            hint="a reader is slow, or arena_bytes is too small for the load",
+        )
 
-    def _take(self, need: int) -> memoryview | None:
+    def _within_share(self, owner: Hashable, need: int) -> bool:
+        held = self._held.get(owner, 0)  # not [owner]: a Counter would keep it
+        return not held or held + need <= self.capacity_bytes // (len(self._held) + 1)
+
+    def _serve(self) -> None:
+        """Give room to those who wait, in turn; who is over its share lets others pass."""
+        for waiter in list(self._waiters):
+            if not self._within_share(waiter.owner, waiter.need):
+                continue
+            waiter.block = self._take(waiter.need, waiter.owner)
+            if waiter.block is None:
+                return
+            self._waiters.remove(waiter)
+            waiter.served.set()
+
+    def _take(self, need: int, owner: Hashable) -> memoryview | None:
         for i, (start, size) in enumerate(self._gaps):
             if size >= need:
                 self._gaps[i : i + 1] = [(start + need, size - need)] if size > need else []
                 self._blocks[start] = need
                 block = self._memory[start : start + need]
-                self._address[id(block)] = start
+                self._taken[id(block)] = start, owner
+                self._held[owner] += need
                 self.peak_bytes = max(self.peak_bytes, sum(self._blocks.values()))
                 return block
         return None
@@ -98,11 +133,15 @@ class Arena:
     def free(self, block: memoryview) -> None:
         """Give a block back; the same memoryview object that ``allocate`` returned."""
         with self._changed:
-            start = self._address.pop(id(block), None)
-            if start is None:
+            start, owner = self._taken.pop(id(block), (-1, None))
+            if start < 0:
                 raise InternalError("a block that is not of this arena was freed")
-            gap = (start, self._blocks.pop(start))
-            self._gaps = _merge(sorted([*self._gaps, gap]))
+            nbytes = self._blocks.pop(start)
+            self._gaps = _merge(sorted([*self._gaps, (start, nbytes)]))
+            self._held[owner] -= nbytes
+            if not self._held[owner]:
+                del self._held[owner]
+            self._serve()
             self._changed.notify_all()
 
     def check_integrity(self) -> None:
@@ -116,6 +155,8 @@ class Arena:
                 at += size
             if at != self.capacity_bytes:
                 raise InternalError(f"the arena lost {self.capacity_bytes - at} B")
+            if sum(self._held.values()) != sum(self._blocks.values()):
+                raise InternalError("the arena's owners do not hold its blocks")
 
 
 def _merge(gaps: list[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -276,10 +276,12 @@ class Fetch:
                 self._opened = [(p, o) for p, o in self._opened if p.address != peer.address] + [(peer, opened)]
             stats.transport, stats.mode = address.partition("://")[0], opened.mode.value
             self._mark("opened", f"{_name(edge)} over {stats.transport}, {stats.mode}")
-            self._reader(peer, opened, program, channel, stats).run()
+            reader = self._reader(peer, opened, program, channel, stats)
+            reader.run()
             self._mark("moved", _name(edge))
             with stats.stage("negotiate"):
-                self._complete(peer, opened, stats)
+                if not reader.complete():
+                    self._complete(peer, opened, stats)
         except BaseException as error:
             channel.close()
             if not fresh and self._worth_again(peer, edge, error, idle=channel.uses > 1 and not stats.messages):

@@ -30,10 +30,10 @@ from pdxfer.agent.journal import Journal
 from pdxfer.agent.keeper import Keeper
 from pdxfer.agent.memory import Memory
 from pdxfer.agent.peers import Layouts, Peers
+from pdxfer.agent.serve import serve_channel
 from pdxfer.agent.source import OnEnd, Source
 from pdxfer.control import ControlServer
 from pdxfer.directory import PrivateDirectory
-from pdxfer.driver import serve_channel
 from pdxfer.errors import (
     DeadlineError,
     ExhaustedError,
@@ -459,7 +459,8 @@ class Agent(ControlHandler):
                 continue
             except TransportError:
                 return
-            self._spawn(f"serve-{scheme}", serve_channel, channel, source.lookup, self.memory.arena(scheme), self._stop)
+            arena, stall_s = self.memory.arena(scheme), self.config.stall_s
+            self._spawn(f"serve-{scheme}", serve_channel, channel, source.lookup, arena, self._stop, stall_s)
 
     def _sweep(self, source: Source) -> None:
         rounds = itertools.count()

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from pdxfer.agent.journal import Journal, Timeline
-from pdxfer.driver import SourceSession
+from pdxfer.agent.serve import SourceSession
 from pdxfer.errors import AbortedError, ExhaustedError, IncompatibleError, MisuseError, StaleError, TicketError
 from pdxfer.keys import TicketKeys
 from pdxfer.messages import LIMITS, Abort, Complete, Completed, Mode, Open, Opened, Renew, Renewed
@@ -316,6 +316,7 @@ class Source:
             source=side,
             regions=self.memory.regions,
             check_live=lambda: record.offer.check_live(time.monotonic()),
+            complete=lambda served, generation: self._complete(record, message.target_rank, served, generation),
             staging=arena,
             stall_s=self.config.stall_s,
             kernel=self.config.kernel,
@@ -333,16 +334,22 @@ class Source:
 
     def complete(self, message: Complete) -> Completed:
         """Count one reader as done; the last one frees the pages."""
+        record = self._record(message.session, message.transfer)
+        served = record.sessions.get(message.session)
+        return self._complete(record, message.target_rank, served or message.session, message.generation)
+
+    def _complete(self, record: _Record, reader: int, session: SourceSession | bytes, generation: int) -> Completed:
+        name = session if isinstance(session, bytes) else session.session
+        if not isinstance(session, bytes) and session.unsure:
+            what = f"{record.offer.transfer}: the channel broke before its last chunks were released"
+            raise StaleError(what, reason="STALE_GENERATION", hint="nobody can tell what was read: switch digests on")
         with self._lock:
-            record = self._record(message.session, message.transfer)
-            now_s = time.monotonic()
-            last = record.offer.complete(now_s, message.target_rank, message.session, message.generation)
-            served = record.sessions.get(message.session)
-            if served is not None and message.session not in record.read:
-                record.read.add(message.session)
-                self.journal.served(record.timeline, served.program, message.target_rank)
-        if served is not None:
-            served.finish()
+            last = record.offer.complete(time.monotonic(), reader, name, generation)
+            if not isinstance(session, bytes) and name not in record.read:
+                record.read.add(name)
+                self.journal.served(record.timeline, session.program, reader)
+        if not isinstance(session, bytes):
+            session.finish()
         if last:
             self._count(record)
             self._free(record, Event.LAST_DONE)

@@ -53,7 +53,7 @@ def test_every_transport_carries(scheme, mode):
 
 
 def test_data_comes_by_the_address_that_was_configured():
-    reachable = {"allow_remote": True, "contact_host": "127.0.0.1"}
+    reachable = {"insecure": True, "contact_host": "127.0.0.1"}
     config = {"listen": {"tcp": "tcp://0.0.0.0:0"}, "transport_options": {"tcp": reachable}}
     with pair(*layouts(Parallel(), Parallel()), transports=("tcp",), of_source=config) as (source, target):
         hand_over(source, target, "one")

@@ -807,9 +807,9 @@ def test_addresses_other_machines_can_reach_are_refused(host: str) -> None:
 
 def test_wildcards_are_refused_even_when_remote_is_allowed() -> None:
     with pytest.raises(MisuseError, match="every interface"):
-        ControlServer(Handler(), ["tcp://0.0.0.0:0"], allow_remote=True)
+        ControlServer(Handler(), ["tcp://0.0.0.0:0"], insecure=True)
     with pytest.raises(MisuseError, match="can't listen"):
-        ControlServer(Handler(), ["tcp://192.0.2.1:0"], allow_remote=True)
+        ControlServer(Handler(), ["tcp://192.0.2.1:0"], insecure=True)
 
 
 def test_two_servers_at_once_and_one_at_two_addresses(socket_dir: str) -> None:

@@ -51,9 +51,9 @@ def test_the_sockets_really_open_are_loopback_only(transport):
 
 
 def test_a_wildcard_needs_permission_and_a_contact_host():
-    with create_transport("tcp", allow_remote=True) as transport, pytest.raises(MisuseError, match="contact_host"):
+    with create_transport("tcp", insecure=True) as transport, pytest.raises(MisuseError, match="contact_host"):
         transport.listen("tcp://0.0.0.0:0")
-    with create_transport("tcp", allow_remote=True, contact_host="127.0.0.1") as transport:
+    with create_transport("tcp", insecure=True, contact_host="127.0.0.1") as transport:
         listener = transport.listen("tcp://*:0")
         assert listener.contact_address.startswith("tcp://127.0.0.1:")
         sender, receiver = connect_pair(transport, listener)
@@ -295,7 +295,7 @@ HUB = """
 import sys
 from pdxfer.errors import TransportError
 from pdxfer.transport import create_transport
-with create_transport("tcp", allow_remote=True, heartbeat_s=0.2, dead_after_s=1.0) as hub:
+with create_transport("tcp", insecure=True, heartbeat_s=0.2, dead_after_s=1.0) as hub:
     listener = hub.listen(sys.argv[1])
     print(listener.contact_address, flush=True)
     channel = listener.accept(60)

@@ -9,13 +9,16 @@ import math
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
+from pdxfer.control import Tls
 from pdxfer.errors import MisuseError
 from pdxfer.packing import KERNELS, native_available
 from pdxfer.transport import WINDOW_MESSAGES
 
 __all__ = ["RELOADABLE", "AgentConfig", "Incarnation"]
+
+_Kind = TypeVar("_Kind")
 
 #: Fields that ``Agent.reconfigure`` takes over while the agent runs.
 RELOADABLE = ("call_s", "hold_max_s", "lease_s", "stall_s")
@@ -37,7 +40,9 @@ class AgentConfig:
         ticket_keys: file (or ``fd:N``) of the keys that seal tickets, see ``keys.py``; "" is a random one.
         call_s: bound of one control call; a machine whose cores are all busy needs more.
         stall_s: how long a chunk waits for staging or for room on a channel.
-        allow_remote: bind addresses other hosts can reach (until peers are authenticated: trusted networks only).
+        tls: who we are to other hosts, and whom we believe: ``Tls``, or a mapping of its fields. Needed for any address
+            that is not this host's own, to bind and to call.
+        insecure: bind and call such addresses without it: whoever reaches them can pose as any peer.
     """
 
     worker: str
@@ -57,9 +62,11 @@ class AgentConfig:
     ticket_keys: str = ""
     call_s: float = 5.0
     stall_s: float = 5.0
-    allow_remote: bool = False
+    tls: Tls | None = None
+    insecure: bool = False
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "tls", _made(Tls, self.tls, "tls"))
         if not self.worker or self.rank < 0 or not self.transports:
             raise MisuseError(f"a worker name, a rank and a transport are needed: {self}")
         if unused := sorted({*self.listen, *self.transport_options} - {*self.transports}):
@@ -102,6 +109,14 @@ class Incarnation:
     def __post_init__(self) -> None:
         if len(self.epoch) != 16 or len(self.key) != 32:
             raise MisuseError("an epoch has 16 bytes and a key 32")
+
+
+def _made(kind: type[_Kind], value: Any, field: str) -> _Kind | None:
+    """A value of its class, or a mapping of its fields, as a file has it; raises MisuseError."""
+    try:
+        return kind(**value) if isinstance(value, Mapping) else value
+    except TypeError as error:
+        raise MisuseError(f"{field}: {error}") from error
 
 
 def _shifted(address: str, rank: int) -> str:

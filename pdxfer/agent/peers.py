@@ -13,7 +13,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from pdxfer.control import ControlClient
+from pdxfer.control import ControlClient, Credentials
 from pdxfer.driver import PeerChannel
 from pdxfer.errors import AbortedError, DeadlineError, MisuseError, PdxferError, PeerError, StaleError, TransportError
 from pdxfer.layout import Layout
@@ -74,11 +74,16 @@ class Peers:
     ) -> None:
         self._hello, self._layouts, self._transports, self._host = hello, layouts, transports, host
         self.call_s = call_s
+        self._trusted: tuple[Credentials | None, bool] = (None, False)
         self._clients: dict[str, ControlClient] = {}
         self._peers: dict[str, Peer] = {}
         self._idle: dict[tuple[str, bytes], list[PeerChannel]] = {}
         self._lock = threading.Lock()
         self.fallbacks: Counter[tuple[str, str]] = Counter()
+
+    def trust(self, credentials: Credentials | None, *, insecure: bool) -> None:
+        """Whom to believe at addresses of other hosts; before the first call."""
+        self._trusted = (credentials, insecure)
 
     def get(self, address: str, *, epoch: bytes | None, deadline_s: float) -> Peer:
         """Return the peer at ``address``, introducing ourselves on first contact.
@@ -102,7 +107,7 @@ class Peers:
         """The control client for an address, connected or not; raises PeerError when it can't be an agent's."""
         with self._lock:
             if address not in self._clients:
-                self._clients[address] = _client(address)
+                self._clients[address] = _client(address, *self._trusted)
             return self._clients[address]
 
     def _introduce(self, address: str, deadline_s: float) -> Peer:
@@ -243,9 +248,9 @@ def _alive(idle: PeerChannel) -> bool:
     return not idle.channel.closed
 
 
-def _client(address: str) -> ControlClient:
+def _client(address: str, credentials: Credentials | None, insecure: bool) -> ControlClient:
     try:
-        return ControlClient(address)
+        return ControlClient(address, credentials=credentials, insecure=insecure)
     except MisuseError as error:  # it came in a ticket, or from a peer
         raise PeerError(f"{address!r} can't be the address of an agent: {error.message}", reason="PROTOCOL") from error
 

@@ -32,7 +32,7 @@ from pdxfer.agent.memory import Memory
 from pdxfer.agent.peers import Layouts, Peers
 from pdxfer.agent.serve import serve_channel
 from pdxfer.agent.source import OnEnd, Source
-from pdxfer.control import ControlServer
+from pdxfer.control import ControlServer, Credentials
 from pdxfer.directory import PrivateDirectory
 from pdxfer.errors import (
     DeadlineError,
@@ -96,8 +96,12 @@ class Agent(ControlHandler):
         self._lock = threading.Lock()
         self._directory = _private_directory()
         try:
+            self.credentials = None if config.tls is None else Credentials(config.tls)
+            self.peers.trust(self.credentials, insecure=config.insecure)
             for scheme in config.transports:
-                self.transports[scheme] = create_transport(scheme, **config.transport_options.get(scheme, {}))
+                options = {"insecure": config.insecure} if scheme == "tcp" else {}
+                options.update(config.transport_options.get(scheme, {}))
+                self.transports[scheme] = create_transport(scheme, **options)
         except BaseException:
             self.close()
             raise
@@ -130,7 +134,7 @@ class Agent(ControlHandler):
             self._listeners.append(listener)
             self._spawn(f"accept-{scheme}", self._accept, listener, scheme, source)
         addresses = self.config.control or (f"unix://{self._directory.file_path}",)
-        self._server = ControlServer(self, addresses, allow_remote=self.config.allow_remote)
+        self._server = ControlServer(self, addresses, credentials=self.credentials, insecure=self.config.insecure)
         self._server.start()
         self._spawn("sweep", self._sweep, source)
 
@@ -157,8 +161,13 @@ class Agent(ControlHandler):
 
     @property
     def counters(self) -> dict[str, int]:
-        """What happened so far: offers and relays by outcome, fetches by outcome."""
-        return {**(self._source.counters if self._source else {}), **self.fetched}
+        """What happened so far: offers and relays by outcome, fetches by outcome; and ``insecure_listeners``: how many
+        addresses are open to other hosts without saying who may come.
+        """
+        exposed = sum(transport.insecure_listeners for transport in self.transports.values())
+        exposed += len(self._server.insecure_addresses) if self._server else 0
+        found = {**(self._source.counters if self._source else {}), **self.fetched}
+        return {**found, "insecure_listeners": exposed} if exposed else found
 
     @property
     def host(self) -> str:

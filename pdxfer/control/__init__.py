@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pdxfer.control.client import ControlClient
     from pdxfer.control.server import ControlServer
+    from pdxfer.control.tls import Caller, Credentials, Tls
 
-__all__ = ["ControlClient", "ControlServer"]
+__all__ = ["Caller", "ControlClient", "ControlServer", "Credentials", "Tls"]
 
 
 def __getattr__(name: str) -> object:
@@ -25,4 +26,8 @@ def __getattr__(name: str) -> object:
         from pdxfer.control.server import ControlServer
 
         return ControlServer
+    if name in ("Caller", "Credentials", "Tls"):
+        from pdxfer.control import tls
+
+        return getattr(tls, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import threading
+import time
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pdxfer.control.convert import METHODS, SERVICE, Method, decode_error
 from pdxfer.control.endpoint import MAX_MESSAGE_BYTES, SHARED_OPTIONS, Endpoint
+from pdxfer.control.tls import LOCAL, Caller, Credentials
 from pdxfer.errors import AbortedError, DeadlineError, MisuseError, PeerError
 from pdxfer.messages import (
     Abort,
@@ -63,12 +67,29 @@ _CLIENT_OPTIONS = (
 )
 
 
+_LOOK_AGAIN_S = 0.1
+
+
+class _Link(NamedTuple):
+    """One gRPC channel, and whom it leads to. ``leaf``: the certificate it accepts; b"" without TLS."""
+
+    channel: grpc.Channel
+    peer: Caller
+    leaf: bytes
+    calls: dict[str, Any]
+
+
 class ControlClient:
     """Calls to the agent at one address. Safe to use from several threads; connects on the first call.
 
     Args:
         address: ``unix:///path`` or ``tcp://host:port``, a contact address of a ``ControlServer``.
         default_timeout_s: the deadline of calls that are given no ``timeout_s``.
+        credentials: for TCP: who we are, and whom we believe. Without them only loopback is called,
+        insecure: or, said in so many words, anybody.
+
+    Raises:
+        MisuseError: not an address, one that may not be called like this, or another user's Unix socket.
 
     Every call takes ``timeout_s`` (seconds; None: the default) and ``wait_for_ready`` (wait for a peer that is
     not there yet until the deadline, rather than fail at once), and raises:
@@ -82,22 +103,33 @@ class ControlClient:
     - AbortedError: the client was closed by another thread during the call.
     """
 
-    def __init__(self, address: str, *, default_timeout_s: float = 5.0) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        default_timeout_s: float = 5.0,
+        credentials: Credentials | None = None,
+        insecure: bool = False,
+    ) -> None:
         endpoint = Endpoint.parse(address)
         if not endpoint.path and endpoint.port == 0:
             raise MisuseError(f"{address!r} has port 0, which is for servers", hint="use the server's contact address")
         self.address = str(endpoint)
         self._default_timeout_s = _checked_timeout_s(default_timeout_s)
         self._closed = False
-        self._channel = grpc.insecure_channel(endpoint.grpc_target, options=_CLIENT_OPTIONS)
-        self._calls: dict[str, Any] = {name: self._channel.unary_unary(method.path) for name, method in METHODS.items()}
-        self._health: Any = health_pb2_grpc.HealthStub(self._channel)
+        _check_callable(endpoint, secure=credentials is not None or insecure)
+        self._endpoint, self._credentials = endpoint, None if endpoint.path else credentials
+        self._lock = threading.Lock()
+        self._link: _Link | None = None
 
     def describe(
         self, message: Describe, timeout_s: float | None = None, *, wait_for_ready: bool = False
     ) -> Description:
         """Introduce ourselves and learn who the peer is; repeated once or twice when the path fails."""
-        return cast("Description", self._call("Describe", message, timeout_s, wait_for_ready))
+        found = cast("Description", self._call("Describe", message, timeout_s, wait_for_ready))
+        if self._link is not None and not self._link.peer.speaks_for(found.worker):
+            raise PeerError(f"{self.address} may not say that it is {found.worker!r}", reason="IDENTITY_REJECTED")
+        return found
 
     def open(self, message: Open, timeout_s: float | None = None, *, wait_for_ready: bool = False) -> Opened:
         """Ask for a share of a transfer; never repeated by us."""
@@ -119,7 +151,7 @@ class ControlClient:
         """Ask ``grpc.health.v1``: SERVING, NOT_SERVING, UNKNOWN, or SERVICE_UNKNOWN for a name nobody set."""
         request = health_pb2.HealthCheckRequest(service=service)
         try:
-            answer = self._rpc("Check", self._health.Check, request, timeout_s, False)
+            answer = self._rpc("Check", request, timeout_s, False)
         except PeerError as error:
             if error.details.get("grpc_code") == "NOT_FOUND":
                 return "SERVICE_UNKNOWN"
@@ -129,7 +161,9 @@ class ControlClient:
     def close(self) -> None:
         """Close the channel; running calls end with AbortedError. Idempotent."""
         self._closed = True
-        self._channel.close()
+        with self._lock:
+            if self._link is not None:
+                self._link.channel.close()
 
     def __enter__(self) -> ControlClient:
         return self
@@ -146,7 +180,7 @@ class ControlClient:
         body = method.request.encode(message)
         if len(body) > MAX_MESSAGE_BYTES:
             raise MisuseError(f"{name} has {len(body)} bytes; at most {MAX_MESSAGE_BYTES} can be sent")
-        return self._decoded(method, self._rpc(name, self._calls[name], body, timeout_s, wait_for_ready))
+        return self._decoded(method, self._rpc(name, body, timeout_s, wait_for_ready))
 
     def _decoded(self, method: Method, body: bytes) -> Any:
         try:
@@ -155,17 +189,95 @@ class ControlClient:
             message = f"{self.address} gave {method.name} an answer that can't be used: {error.message}"
             raise PeerError(message, hint=error.hint, reason="PROTOCOL") from error
 
-    def _rpc(self, name: str, call: Any, request: Any, timeout_s: float | None, wait_for_ready: bool) -> Any:
+    def _rpc(self, name: str, request: Any, timeout_s: float | None, wait_for_ready: bool) -> Any:
         timeout_s = self._default_timeout_s if timeout_s is None else _checked_timeout_s(timeout_s)
+        until_s = time.monotonic() + timeout_s
+        # gRPC would wait for the certificate it was told to accept; we look whether there is a new one.
+        patient = wait_for_ready and self._credentials is None
+        while True:
+            link = self._connected(until_s, wait_for_ready)
+            left_s = _checked_timeout_s(until_s - time.monotonic())
+            try:
+                return link.calls[name](request, timeout=left_s, wait_for_ready=patient)
+            except grpc.RpcError as raised:
+                if self._closed:
+                    message = f"the client of {self.address} was closed during {name}"
+                    raise AbortedError(message, reason="CLIENT_CLOSED") from raised
+                error = decode_error(raised, method=name, peer=self.address)
+                if error.reason != "PEER_UNREACHABLE" or not self._look_again(link, until_s, wait_for_ready):
+                    raise error from raised
+            except ValueError as error:
+                raise self._is_closed() from error
+
+    def _is_closed(self) -> MisuseError:
+        return MisuseError(f"the client of {self.address} is closed", reason="CLIENT_CLOSED")
+
+    def _connected(self, until_s: float, wait_for_ready: bool) -> _Link:
+        """The channel; over TLS, who is at its end is looked at first."""
+        with self._lock:
+            while self._link is None:
+                if self._closed:
+                    raise self._is_closed()
+                try:
+                    self._link = self._new_link(until_s)
+                except PeerError:
+                    if not wait_for_ready or time.monotonic() + _LOOK_AGAIN_S > until_s:
+                        raise
+                    time.sleep(_LOOK_AGAIN_S)
+            return self._link
+
+    def _new_link(self, until_s: float) -> _Link:
+        where = self._endpoint
+        peer, leaf, options = LOCAL, b"", _CLIENT_OPTIONS
+        if self._credentials is None:
+            channel = grpc.insecure_channel(where.grpc_target, options=options)
+        else:
+            left_s = _checked_timeout_s(until_s - time.monotonic())
+            peer, leaf, credentials, name = self._credentials.meet(where.host, where.port, timeout_s=left_s)
+            options = (*_CLIENT_OPTIONS, ("grpc.ssl_target_name_override", name))
+            channel = grpc.secure_channel(where.grpc_target, credentials, options=options)
+        calls: dict[str, Any] = {name: channel.unary_unary(method.path) for name, method in METHODS.items()}
+        health: Any = health_pb2_grpc.HealthStub(channel)
+        calls["Check"] = health.Check
+        return _Link(channel, peer, leaf, calls)
+
+    def _look_again(self, link: _Link, until_s: float, wait_for_ready: bool) -> bool:
+        """Whether a call that never arrived is worth another try: there is a new certificate, or we may wait."""
+        if self._credentials is None or time.monotonic() + _LOOK_AGAIN_S > until_s:
+            return False
+        with self._lock:
+            if self._link is link:
+                try:
+                    new = self._new_link(until_s)
+                except (PeerError, DeadlineError):
+                    new = link
+                if new.leaf != link.leaf or new.peer != link.peer:
+                    self._link = new
+                    link.channel.close()
+                    return True
+                if new is not link:
+                    new.channel.close()
+            elif self._link is not None:
+                return True
+        if wait_for_ready:
+            time.sleep(_LOOK_AGAIN_S)
+        return wait_for_ready
+
+
+def _check_callable(endpoint: Endpoint, *, secure: bool) -> None:
+    """Raise unless we may connect there: an address may have come in a ticket, from whoever wrote that."""
+    if endpoint.path:
         try:
-            return call(request, timeout=timeout_s, wait_for_ready=wait_for_ready)
-        except grpc.RpcError as error:
-            if self._closed:
-                message = f"the client of {self.address} was closed during {name}"
-                raise AbortedError(message, reason="CLIENT_CLOSED") from error
-            raise decode_error(error, method=name, peer=self.address) from error
-        except ValueError as error:
-            raise MisuseError(f"the client of {self.address} is closed", reason="CLIENT_CLOSED") from error
+            owner = os.stat(endpoint.path).st_uid
+        except OSError:
+            return  # nobody is there, as the first call will find
+        if owner != os.geteuid():
+            raise MisuseError(f"the socket {endpoint.path!r} belongs to user {owner}, not to this process's user")
+        return
+    loopback = endpoint.host == "localhost" or (endpoint.ip is not None and endpoint.ip.is_loopback)
+    if not loopback and not secure:
+        hint = "set tls (ca, cert, key, peers) at both ends; insecure=true only on a network that nobody else is on"
+        raise MisuseError(f"{endpoint} is on another host, and nothing would say who answers there", hint=hint)
 
 
 def _checked_timeout_s(timeout_s: float) -> float:

@@ -1,11 +1,12 @@
-"""The answering end: one gRPC server over Unix sockets and loopback TCP that asks a ``ControlHandler``.
+"""The answering end: one gRPC server over Unix sockets, loopback and (with mutual TLS) TCP; asks a ``ControlHandler``.
 
 In come addresses and a handler; out go answers, or errors with class, reason and details. The server knows
 no protobuf type of ours (``convert`` has the codecs) and holds no state of any transfer.
 
 What the network may do to an agent ends here: messages are bounded, calls at once are bounded, every call has
 a deadline, an unexpected exception becomes InternalError and its traceback stays in our log. gRPC does not
-ask who is at the other end of a Unix socket, so the guard is the directory: owned by us, closed to others.
+ask who is at the other end of a Unix socket, so the guard is the directory: owned by us, closed to others. Over TLS
+it is the allow-list, which also says which worker a caller may claim to be.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import stat
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -28,12 +30,15 @@ from grpc_reflection.v1alpha import reflection
 
 from pdxfer.control.convert import METHODS, SERVICE, Method, encode_error
 from pdxfer.control.endpoint import MAX_MESSAGE_BYTES, SHARED_OPTIONS, Endpoint
-from pdxfer.errors import DeadlineError, InternalError, MisuseError, PdxferError
-from pdxfer.messages import ControlHandler
+from pdxfer.control.tls import LOCAL, Caller, Credentials
+from pdxfer.errors import DeadlineError, InternalError, MisuseError, PdxferError, TicketError
+from pdxfer.messages import ControlHandler, Describe
 
 __all__ = ["ControlServer"]
 
 _LOG = logging.getLogger(__name__)
+
+Admit = Callable[[Caller, str], None]
 
 _SERVER_OPTIONS = (
     *SHARED_OPTIONS,
@@ -55,7 +60,9 @@ class ControlServer:
             socket is made with mode 0700; an existing one must be ours and closed to other users.
         max_workers: threads; four times as many calls may wait, the next is refused as ExhaustedError.
         reflection: whether tools may ask for the service's description.
-        allow_remote: permit TCP addresses other than loopback. There is no TLS: anyone who can connect can call.
+        credentials: for every TCP address: who we are, and whom we let in. Without them only loopback is bound,
+        insecure: or, said in so many words, any address, and whoever can connect can call.
+        admit: asked about every call by (caller, the worker it speaks for); raises to refuse it.
         deadline_cap_s: upper bound of the ``deadline_s`` that a handler sees. A call without any deadline is
             cancelled after it.
 
@@ -70,7 +77,9 @@ class ControlServer:
         *,
         max_workers: int = 16,
         reflection: bool = True,
-        allow_remote: bool = False,
+        credentials: Credentials | None = None,
+        insecure: bool = False,
+        admit: Admit = lambda caller, worker: None,
         deadline_cap_s: float = 30.0,
     ) -> None:
         if not addresses or max_workers < 1 or not deadline_cap_s > 0:
@@ -79,13 +88,15 @@ class ControlServer:
         self._state = "new"
         self._sockets: list[tuple[str, int]] = []
         self._contact: list[str] = []
+        self._credentials = credentials
+        self.insecure_addresses: list[str] = []
         self._pool = ThreadPoolExecutor(max_workers, thread_name_prefix="pdxfer-control")
         self._server = grpc.server(self._pool, options=_SERVER_OPTIONS, maximum_concurrent_rpcs=4 * max_workers)
         self._health = health.HealthServicer()
-        self._register(handler, deadline_cap_s, with_reflection=reflection)
+        self._register(handler, _Rules(credentials, admit, deadline_cap_s), with_reflection=reflection)
         try:
             for address in addresses:
-                self._bind(Endpoint.parse(address), allow_remote)
+                self._bind(Endpoint.parse(address), insecure)
         except BaseException:
             self.stop(0)
             raise
@@ -147,9 +158,9 @@ class ControlServer:
         if joiner.is_alive():
             _LOG.warning("control handlers still run %.1f s after their calls were cancelled", timeout_s)
 
-    def _register(self, handler: ControlHandler, deadline_cap_s: float, *, with_reflection: bool) -> None:
+    def _register(self, handler: ControlHandler, rules: _Rules, *, with_reflection: bool) -> None:
         handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
-            name: grpc.unary_unary_rpc_method_handler(_behaviour(method, handler, deadline_cap_s))
+            name: grpc.unary_unary_rpc_method_handler(_behaviour(method, handler, rules))
             for name, method in METHODS.items()
         }
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
@@ -159,14 +170,20 @@ class ControlServer:
             names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, self._server)
 
-    def _bind(self, endpoint: Endpoint, allow_remote: bool) -> None:
+    def _bind(self, endpoint: Endpoint, insecure: bool) -> None:
         if endpoint.path:
             _prepare_directory(os.path.dirname(endpoint.path))
             _clear_stale_socket(endpoint.path)
         else:
-            endpoint = _permitted(endpoint, allow_remote)
+            endpoint, exposed = _permitted(endpoint, self._credentials is not None or insecure)
+            if exposed and self._credentials is None:
+                _LOG.warning("INSECURE: whoever can connect to %s can call the control plane", endpoint)
+                self.insecure_addresses.append(str(endpoint))
         try:
-            port = self._server.add_insecure_port(endpoint.grpc_target)
+            if endpoint.path or self._credentials is None:
+                port = self._server.add_insecure_port(endpoint.grpc_target)
+            else:
+                port = self._server.add_secure_port(endpoint.grpc_target, self._credentials.server())
         except RuntimeError as error:
             raise MisuseError(f"can't listen at {endpoint}: {error}", hint="is another process there?") from error
         if endpoint.path:
@@ -177,8 +194,35 @@ class ControlServer:
             self._contact.append(str(Endpoint(host=endpoint.host, port=port)))
 
 
+@dataclass(frozen=True, slots=True)
+class _Rules:
+    """What a server asks before its handler."""
+
+    credentials: Credentials | None
+    admit: Admit
+    deadline_cap_s: float
+
+    def caller(self, context: grpc.ServicerContext) -> Caller:
+        """Who calls; raises TicketError for whom we don't know, and says no more."""
+        found: dict[str, Any] = dict(context.auth_context())
+        if found.get("transport_security_type") != [b"ssl"]:
+            return LOCAL
+        names = [*found.get("peer_uri", ()), *found.get("peer_dns", ())]
+        caller = self.credentials.tls.caller(n.decode("utf-8", "replace") for n in names) if self.credentials else None
+        if caller is None:
+            raise TicketError("this peer is not one that is let in here", reason="IDENTITY_REJECTED")
+        return caller
+
+    def check(self, caller: Caller, message: Any) -> None:
+        """Raise unless the caller may speak for the worker that the message names, now."""
+        worker = message.worker if isinstance(message, Describe) else message.target_worker
+        if not caller.speaks_for(worker):
+            raise TicketError("this peer may not speak for that worker", reason="IDENTITY_REJECTED")
+        self.admit(caller, worker)
+
+
 def _behaviour(
-    method: Method, handler: ControlHandler, deadline_cap_s: float
+    method: Method, handler: ControlHandler, rules: _Rules
 ) -> Callable[[bytes, grpc.ServicerContext], bytes]:
     """What gRPC runs for one call: bytes in, bytes out, every failure as a status.
 
@@ -189,7 +233,7 @@ def _behaviour(
 
     def behaviour(body: bytes, context: grpc.ServicerContext) -> bytes:
         try:
-            return _answer(method, ask, body, context, deadline_cap_s)
+            return _answer(method, ask, body, context, rules)
         except PdxferError as error:
             outcome = error
         except Exception as error:  # noqa: BLE001 - the last frame that is ours: the peer gets a named error
@@ -207,13 +251,15 @@ def _behaviour(
 
 
 def _answer(
-    method: Method, ask: Callable[..., Any], body: bytes, context: grpc.ServicerContext, deadline_cap_s: float
+    method: Method, ask: Callable[..., Any], body: bytes, context: grpc.ServicerContext, rules: _Rules
 ) -> bytes:
+    caller = rules.caller(context)
     message = method.request.decode(body)
+    rules.check(caller, message)
     left_s = context.time_remaining()
     if left_s is not None and left_s <= 0:
         raise DeadlineError(f"{method.name} waited for a worker until its deadline had passed")
-    with _ended_without_deadline(context, left_s, deadline_cap_s) as deadline_s:
+    with _ended_without_deadline(context, left_s, rules.deadline_cap_s) as deadline_s:
         value = ask(message, deadline_s=deadline_s)
     try:
         answer = method.response.encode(value)
@@ -283,8 +329,12 @@ def _remove_socket(path: str, inode: int) -> None:
             os.unlink(path)
 
 
-def _permitted(endpoint: Endpoint, allow_remote: bool) -> Endpoint:
-    """Resolve the host once, so that what was checked is what is bound; refuse wildcards, and others unless allowed."""
+def _permitted(endpoint: Endpoint, allowed: bool) -> tuple[Endpoint, bool]:
+    """Resolve the host once, so that what was checked is what is bound; refuse wildcards, and others unless allowed.
+
+    Returns:
+        The numeric endpoint, and whether other machines can reach it.
+    """
     try:
         found = socket.getaddrinfo(endpoint.host, None, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -294,11 +344,9 @@ def _permitted(endpoint: Endpoint, allow_remote: bool) -> Endpoint:
     ip = ipaddress.ip_address(hosts[0])
     if ip.is_unspecified:
         raise MisuseError(f"{endpoint} would listen on every interface", hint="give the address of one interface")
-    if not ip.is_loopback and not allow_remote:
+    if not ip.is_loopback and not allowed:
         raise MisuseError(
-            f"{endpoint} can be reached from other machines, and the control plane has no TLS",
-            hint="listen on 127.0.0.1 or a unix:// path, or pass allow_remote=True inside a trusted network",
+            f"{endpoint} can be reached from other machines, and nothing would say who calls",
+            hint="set tls, or listen on 127.0.0.1 or a unix:// path; insecure=true opens it to everybody",
         )
-    if not ip.is_loopback:
-        _LOG.warning("the control plane listens at %s without TLS; anyone who can connect can call it", endpoint)
-    return Endpoint(host=hosts[0], port=endpoint.port)
+    return Endpoint(host=hosts[0], port=endpoint.port), not ip.is_loopback

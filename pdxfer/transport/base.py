@@ -314,6 +314,7 @@ class Transport(Closable):
 
     Attributes:
         scheme: of its addresses.
+        insecure_listeners: how many addresses were opened to other hosts without saying who may come.
         can_export: whether ``export_region`` works, so that peers can read registered memory themselves.
     """
 
@@ -326,6 +327,7 @@ class Transport(Closable):
         self._closed = False
         self._process_id = os.getpid()
         self._region_ids = 0
+        self.insecure_listeners = 0
 
     @abstractmethod
     def listen(self, address: str = "") -> Listener:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import ipaddress
+import logging
 import socket
 import threading
 from collections import deque
@@ -39,6 +40,7 @@ from pdxfer.transport.tcp_io import ConnectedLine, Frames, Hub, IoThread, Line, 
 
 __all__ = ["TcpTransport", "join_host_port", "split_host_port"]
 
+_log = logging.getLogger(__name__)
 _WAITING_MAX = 128  # connections that said hello and wait for accept
 _READY_S = 5.0
 
@@ -47,7 +49,7 @@ class TcpTransport(LocalMemoryTransport):
     """ZMQ sockets behind one thread.
 
     Args:
-        allow_remote: let ``listen`` bind to addresses that other hosts can reach.
+        insecure: let ``listen`` and ``connect`` use addresses of other hosts, with nobody authenticated.
         contact_host: the host that peers should connect to when it is not the one bound to (a wildcard, a forwarded
             port); the port stays.
         max_payload_bytes: the longest payload this side takes; longer ones end the connection.
@@ -61,7 +63,7 @@ class TcpTransport(LocalMemoryTransport):
     def __init__(
         self,
         *,
-        allow_remote: bool = False,
+        insecure: bool = False,
         contact_host: str = "",
         max_payload_bytes: int = 64 << 20,
         heartbeat_s: float = 1.0,
@@ -73,7 +75,7 @@ class TcpTransport(LocalMemoryTransport):
                 f"max_payload_bytes {max_payload_bytes}, heartbeat_s {heartbeat_s}, dead_after_s {dead_after_s} "
                 "are out of bounds"
             )
-        self.allow_remote, self.contact_host, self.max_payload_bytes = allow_remote, contact_host, max_payload_bytes
+        self.insecure, self.contact_host, self.max_payload_bytes = insecure, contact_host, max_payload_bytes
         self.options = SocketOptions(
             max_frame_bytes=max(max_payload_bytes, MAX_HEADER_BYTES),
             queue_messages=4 * CREDITS,
@@ -95,15 +97,18 @@ class TcpTransport(LocalMemoryTransport):
     def _check_bind(self, host: str) -> str:
         resolved = "0.0.0.0" if host == "*" else _resolve(host)  # noqa: S104 - refused two lines below
         ip = ipaddress.ip_address(resolved.partition("%")[0])
-        if not (ip.is_loopback or self.allow_remote):
+        if not (ip.is_loopback or self.insecure):
             raise MisuseError(
                 f"tcp://{host} can be reached from other hosts, and nothing authenticates them",
-                hint="bind to loopback, or say TcpTransport(allow_remote=True) on a network you trust",
+                hint="bind to loopback; insecure=True opens it to everybody who can reach it",
             )
         if ip.is_unspecified and not self.contact_host:
             raise MisuseError(
                 f"peers can't connect to {host!r}", hint="say which host they shall use: contact_host=..."
             )
+        if not ip.is_loopback:
+            self.insecure_listeners += 1
+            _log.warning("INSECURE: whoever can connect to tcp://%s can talk to the data plane", host)
         return resolved
 
     def connect(self, address: str, *, timeout_s: float) -> Channel:
@@ -112,6 +117,11 @@ class TcpTransport(LocalMemoryTransport):
         deadline = Deadline(timeout_s)
         host, port = split_host_port(parse_address(address).expect(self.scheme))
         resolved = _resolve(host)
+        if not (self.insecure or ipaddress.ip_address(resolved.partition("%")[0]).is_loopback):
+            raise MisuseError(
+                f"{address} is on another host, and nothing would say who answers there",
+                hint="insecure=True connects to anybody",
+            )
         welcomed: Future[TcpChannel] = Future()
         line = self.io.run(partial(self._begin, resolved, port, address, welcomed))
         try:

@@ -23,6 +23,8 @@ BINARY = {".so", ".pyc", ".png"}
 # first name of the import -> the modules that may import it at all
 ALLOWED = {
     "aiohttp": r"proxy",
+    "prometheus_client": r"observe\..*",
+    "opentelemetry": r"observe\..*",
     "vllm": r"connectors\.vllm.*",
     "torch": r"kernels|(connectors|bench|demo|testing)(\..*)?",
     "transformers": r"(connectors|bench|demo|testing)(\..*)?",

@@ -11,12 +11,13 @@ import logging
 import threading
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pdxfer.agent.reasons import reason_of
-from pdxfer.errors import AbortedError, CorruptError, IncompatibleError, PdxferError
+from pdxfer.errors import AbortedError, CorruptError, IncompatibleError, StaleError, TicketError
 
 if TYPE_CHECKING:
     from pdxfer.driver import EdgeStats
@@ -190,9 +191,15 @@ class Journal:
             key = (name, *labels)
             self.counts[key] += by
 
-    def refused(self, kind: str, error: PdxferError) -> None:
-        """A peer's call was refused: ``tickets_rejected`` or ``stale_rejected``, by reason."""
-        self.count(kind, reason_of(error.reason).name)
+    @contextmanager
+    def judging(self) -> Iterator[None]:
+        """Count what is refused inside: because of its ticket or session, or because it came too late."""
+        try:
+            yield
+        except (TicketError, StaleError) as error:
+            kind = "tickets_rejected" if isinstance(error, TicketError) else "stale_rejected"
+            self.count(kind, reason_of(error.reason).name)
+            raise
 
     def timelines(self) -> list[Timeline]:
         """Live ones, then ended ones, each newest first."""

@@ -80,10 +80,15 @@ class Memory:
                 self._arenas[scheme] = Arena(region.view)
             return self._arenas[scheme]
 
+    def arenas(self) -> dict[str, Arena]:
+        """The staging arenas that were made, by scheme."""
+        with self._lock:
+            return dict(self._arenas)
+
     def check_integrity(self) -> None:
         """Prove that ledger and arenas lost nothing; raises InternalError."""
         self.ledger.check_integrity()
-        for arena in self._arenas.values():
+        for arena in self.arenas().values():
             arena.check_integrity()
 
 

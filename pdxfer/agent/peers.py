@@ -80,6 +80,7 @@ class Peers:
         self._idle: dict[tuple[str, bytes], list[PeerChannel]] = {}
         self._lock = threading.Lock()
         self.fallbacks: Counter[tuple[str, str]] = Counter()
+        self.falling_back: dict[str, str] = {}  # address of a peer -> the better transport that fails to it now
 
     def trust(self, credentials: Credentials | None, *, insecure: bool) -> None:
         """Whom to believe at addresses of other hosts; before the first call."""
@@ -142,6 +143,13 @@ class Peers:
             self._close_idle(known)
         return peer
 
+    def known(self) -> list[tuple[Peer, int]]:
+        """Every peer we have met and not forgotten, with the number of idle channels to it."""
+        with self._lock:
+            idle = {key: len(channels) for key, channels in self._idle.items()}
+            peers = list(self._peers.values())
+        return [(p, sum(idle.get((a, p.description.epoch), 0) for a in p.description.transports)) for p in peers]
+
     def forget(self, peer: Peer) -> None:
         """Something is wrong with it: introduce ourselves anew next time, on new channels."""
         with self._lock:
@@ -164,6 +172,7 @@ class Peers:
                 return
             del self._clients[address]
             self._peers.pop(address, None)  # it holds the client, too
+            self.falling_back.pop(address, None)
         found.close()
 
     def lend(self, peer: Peer, deadline_s: float, *, fresh: bool = False) -> tuple[str, PeerChannel]:
@@ -187,8 +196,11 @@ class Peers:
                 except (TransportError, DeadlineError, MisuseError) as error:
                     failures.append(f"{address}: {error.message}")
                     self.fallbacks[(scheme, error.reason)] += 1
+                    self.falling_back.setdefault(peer.address, scheme)
                     _log.warning("transport %s to %s failed, trying the next: %s", scheme, peer.address, error.message)
                     continue
+                if self.falling_back.get(peer.address) == scheme:
+                    del self.falling_back[peer.address]
                 return address, PeerChannel(channel)
         if failures:
             raise TransportError(

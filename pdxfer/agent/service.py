@@ -19,8 +19,7 @@ import operator
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -136,6 +135,7 @@ class Agent(ControlHandler):
         addresses = self.config.control or (f"unix://{self._directory.file_path}",)
         self._server = ControlServer(self, addresses, credentials=self.credentials, insecure=self.config.insecure)
         self._server.start()
+        self._server.set_serving(True, "live")
         self._spawn("sweep", self._sweep, source)
 
     @property
@@ -158,6 +158,18 @@ class Agent(ControlHandler):
         if self._server is None:
             raise MisuseError("the agent was not started")
         return self._server.contact_addresses[0]
+
+    @property
+    def contact_addresses(self) -> tuple[str, ...]:
+        """Where our data listeners are, best first; none before ``start``."""
+        return tuple(listener.contact_address for listener in self._listeners)
+
+    def publish_health(self, ready: bool, *, planes: bool) -> None:
+        """Set what ``grpc.health.v1`` says: of the whole, and of ``transport/SCHEME``; ``live`` always serves."""
+        if self._server is not None:
+            self._server.set_serving(ready and not self.draining)
+            for scheme in self.transports:
+                self._server.set_serving(planes, f"transport/{scheme}")
 
     @property
     def counters(self) -> dict[str, int]:
@@ -388,13 +400,13 @@ class Agent(ControlHandler):
             rank=self.config.rank,
             layout_digest=layout.digest,
             layout=b"" if message.known_layout_digest == layout.digest else layout.to_bytes(),
-            transports=tuple(listener.contact_address for listener in self._listeners),
+            transports=self.contact_addresses,
             host=host_name(),
         )
 
     def open(self, message: Open, *, deadline_s: float) -> Opened:
         """See ``ControlHandler``."""
-        with self._judged():
+        with self.journal.judging():
             self._check_epoch(message.source_epoch)
             layout = self.layouts.get(message.layout_digest)
             if layout is None:
@@ -404,31 +416,19 @@ class Agent(ControlHandler):
 
     def complete(self, message: Complete, *, deadline_s: float) -> Completed:
         """See ``ControlHandler``."""
-        with self._judged():
+        with self.journal.judging():
             self._check_epoch(message.source_epoch)
             return self.source.complete(message)
 
     def abort(self, message: Abort, *, deadline_s: float) -> Completed:
         """See ``ControlHandler``."""
-        with self._judged():
+        with self.journal.judging():
             return self.source.abort(message)
 
     def renew(self, message: Renew, *, deadline_s: float) -> Renewed:
         """See ``ControlHandler``."""
-        with self._judged():
+        with self.journal.judging():
             return self.source.renew(message)
-
-    @contextmanager
-    def _judged(self) -> Iterator[None]:
-        """Count what is refused because of its ticket, its session, or because it came too late."""
-        try:
-            yield
-        except TicketError as error:
-            self.journal.refused("tickets_rejected", error)
-            raise
-        except StaleError as error:
-            self.journal.refused("stale_rejected", error)
-            raise
 
     def _check_epoch(self, epoch: bytes) -> None:
         if epoch != self.epoch:

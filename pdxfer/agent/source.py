@@ -19,6 +19,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from pdxfer.agent.journal import Journal, Timeline
@@ -316,7 +317,7 @@ class Source:
             source=side,
             regions=self.memory.regions,
             check_live=lambda: record.offer.check_live(time.monotonic()),
-            complete=lambda served, generation: self._complete(record, message.target_rank, served, generation),
+            complete=partial(self._complete_by_channel, record, message.target_rank),
             staging=arena,
             stall_s=self.config.stall_s,
             kernel=self.config.kernel,
@@ -337,6 +338,10 @@ class Source:
         record = self._record(message.session, message.transfer)
         served = record.sessions.get(message.session)
         return self._complete(record, message.target_rank, served or message.session, message.generation)
+
+    def _complete_by_channel(self, record: _Record, reader: int, session: SourceSession, generation: int) -> Completed:
+        with self.journal.judging():
+            return self._complete(record, reader, session, generation)
 
     def _complete(self, record: _Record, reader: int, session: SourceSession | bytes, generation: int) -> Completed:
         name = session if isinstance(session, bytes) else session.session

@@ -91,6 +91,7 @@ class Describe:
     Attributes:
         epoch: 16 random bytes, new at every process start.
         layout: canonical JSON of the worker's whole layout, UTF-8.
+        data_key: public key of our data transports, or b"": only its holder is let in where the path is encrypted.
         known_layout_digest: the peer layout digest already cached here, or "": an equal one is not sent again.
     """
 
@@ -100,11 +101,13 @@ class Describe:
     rank: int
     layout: bytes
     known_layout_digest: str = ""
+    data_key: bytes = b""
 
     def __post_init__(self) -> None:
         _bounded(self.worker, "worker")
         _bounded(self.known_layout_digest, "known_layout_digest")
-        if len(self.epoch) != 16 or self.rank < 0 or len(self.layout) > LIMITS["layout_bytes"]:
+        keys_fit = len(self.epoch) == 16 and len(self.data_key) in (0, 32)
+        if not keys_fit or self.rank < 0 or len(self.layout) > LIMITS["layout_bytes"]:
             raise MisuseError(
                 f"Describe is out of bounds: epoch {len(self.epoch)} B, rank {self.rank}, layout {len(self.layout)} B"
             )

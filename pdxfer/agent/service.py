@@ -98,7 +98,9 @@ class Agent(ControlHandler):
             self.credentials = None if config.tls is None else Credentials(config.tls)
             self.peers.trust(self.credentials, insecure=config.insecure)
             for scheme in config.transports:
-                options = {"insecure": config.insecure} if scheme == "tcp" else {}
+                options: dict[str, Any] = {}
+                if scheme == "tcp":
+                    options = {"curve": config.tls is not None, "insecure": config.insecure}
                 options.update(config.transport_options.get(scheme, {}))
                 self.transports[scheme] = create_transport(scheme, **options)
         except BaseException:
@@ -392,6 +394,8 @@ class Agent(ControlHandler):
         if message.protocol_version != PROTOCOL_VERSION:
             raise IncompatibleError("*", "protocol_version", PROTOCOL_VERSION, message.protocol_version)
         self.layouts.add(message.layout)
+        for transport in self.transports.values() if message.data_key else ():
+            transport.admit(f"{message.rank}/{message.worker}", message.data_key)
         layout = self.memory.layout
         return Description(
             protocol_version=PROTOCOL_VERSION,
@@ -453,6 +457,7 @@ class Agent(ControlHandler):
             rank=self.config.rank,
             layout=self.memory.layout.to_bytes(),
             known_layout_digest=known_digest,
+            data_key=next((t.public_key for t in self.transports.values() if t.public_key), b""),
         )
 
     def _spawn(self, name: str, target: Callable[..., None], *args: Any) -> None:

@@ -365,6 +365,18 @@ class Transport(Closable):
             MisuseError: not contiguous, not writable, or empty.
         """
 
+    @property
+    def public_key(self) -> bytes:
+        """What a peer's listener must be told (``admit``) to let this transport in; b"" where nobody is asked."""
+        return b""
+
+    def admit(self, peer: str, public_key: bytes) -> None:
+        """Let the holder of this key connect to our listeners; it replaces an earlier key of the same peer.
+
+        Raises:
+            MisuseError: it is no key.
+        """
+
     def close(self) -> None:
         """Close every listener, channel and region of this transport, then what it needs itself."""
         with self._owned_lock:

@@ -1,12 +1,13 @@
 """TCP through ZMQ, for agents on different hosts, in different network namespaces or of different users.
 
 In come an address and options; out go channels (``tcp_channel.py``) that one I/O thread per transport serves
-(``tcp_io.py``). Addresses are ``tcp://host:port``, with an IPv6 host in brackets.
+(``tcp_io.py``). Addresses are ``tcp://host:port``, with an IPv6 host in brackets, and ``/key`` (64 hexadecimal digits)
+after it where the listener speaks CURVE (``curve.py``).
 
-Trust: ZMQ's NULL mechanism authenticates nobody. So a listener binds to loopback unless told otherwise, every frame is
-bounded and checked before it is used, and whoever breaks the rules loses that one connection. What a peer may
-fetch is decided above (tickets and sessions), never by having reached the port. Who can reach a port can make ZMQ
-collect one message of many frames without limit before we see it: expose it to trusted networks only.
+Trust: ZMQ's NULL mechanism authenticates nobody. So other hosts' addresses are bound and connected to with CURVE only,
+or with ``insecure``; every frame is bounded and checked before it is used, and whoever breaks the rules loses that one
+connection. What a peer may fetch is decided above (tickets and sessions), never by having reached the port. Who is let
+in (with NULL: who reaches the port) can make ZMQ collect one message of many frames without limit before we see it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import concurrent.futures
 import ipaddress
 import logging
+import re
 import socket
 import threading
 from collections import deque
@@ -34,9 +36,10 @@ from pdxfer.transport.base import (
     format_address,
     parse_address,
 )
+from pdxfer.transport.curve import Curve
 from pdxfer.transport.regions import parse_fields
 from pdxfer.transport.tcp_channel import CREDITS, HELLO, MAGIC, READY, REFUSE, VERSION, WELCOME, TcpChannel, pack
-from pdxfer.transport.tcp_io import ConnectedLine, Frames, Hub, IoThread, Line, SocketOptions
+from pdxfer.transport.tcp_io import ConnectedLine, Frames, Hub, IoThread, Line, Secure, SocketOptions
 
 __all__ = ["TcpTransport", "join_host_port", "split_host_port"]
 
@@ -49,7 +52,8 @@ class TcpTransport(LocalMemoryTransport):
     """ZMQ sockets behind one thread.
 
     Args:
-        insecure: let ``listen`` and ``connect`` use addresses of other hosts, with nobody authenticated.
+        curve: listen with CURVE, and connect to nobody without it: only peers that ``admit`` was told of come in.
+        insecure: let ``listen`` and ``connect`` use addresses of other hosts without, with nobody authenticated.
         contact_host: the host that peers should connect to when it is not the one bound to (a wildcard, a forwarded
             port); the port stays.
         max_payload_bytes: the longest payload this side takes; longer ones end the connection.
@@ -63,6 +67,7 @@ class TcpTransport(LocalMemoryTransport):
     def __init__(
         self,
         *,
+        curve: bool = False,
         insecure: bool = False,
         contact_host: str = "",
         max_payload_bytes: int = 64 << 20,
@@ -86,6 +91,22 @@ class TcpTransport(LocalMemoryTransport):
             self.io = IoThread("pdxfer-tcp")
         except (OSError, zmq.ZMQError) as error:
             raise ExhaustedError(f"no thread or file descriptor for a tcp transport: {error}") from error
+        self._only_curve, self._curve = curve, Curve(self.io) if curve or zmq.has("curve") else None
+
+    @property
+    def own_curve(self) -> Curve | None:
+        """What listeners of this transport use; None without CURVE."""
+        return self._curve if self._only_curve else None
+
+    @property
+    def public_key(self) -> bytes:
+        """What listeners with CURVE must be told of, to let this transport in."""
+        return self._curve.public_key if self._curve else b""
+
+    def admit(self, peer: str, public_key: bytes) -> None:
+        """Let a peer's transport in."""
+        if self._curve:
+            self._curve.admit(peer, public_key)
 
     def listen(self, address: str = "") -> Listener:
         """Bind; "" is a free loopback port, port 0 a free one of that host."""
@@ -97,16 +118,16 @@ class TcpTransport(LocalMemoryTransport):
     def _check_bind(self, host: str) -> str:
         resolved = "0.0.0.0" if host == "*" else _resolve(host)  # noqa: S104 - refused two lines below
         ip = ipaddress.ip_address(resolved.partition("%")[0])
-        if not (ip.is_loopback or self.insecure):
+        if not (ip.is_loopback or self._only_curve or self.insecure):
             raise MisuseError(
                 f"tcp://{host} can be reached from other hosts, and nothing authenticates them",
-                hint="bind to loopback; insecure=True opens it to everybody who can reach it",
+                hint="bind to loopback, or set the agent's tls; insecure=True opens it to everybody who can reach it",
             )
         if ip.is_unspecified and not self.contact_host:
             raise MisuseError(
                 f"peers can't connect to {host!r}", hint="say which host they shall use: contact_host=..."
             )
-        if not ip.is_loopback:
+        if not (ip.is_loopback or self._only_curve):
             self.insecure_listeners += 1
             _log.warning("INSECURE: whoever can connect to tcp://%s can talk to the data plane", host)
         return resolved
@@ -115,15 +136,22 @@ class TcpTransport(LocalMemoryTransport):
         """Connect, say hello, wait to be welcomed."""
         self._check_usable()
         deadline = Deadline(timeout_s)
-        host, port = split_host_port(parse_address(address).expect(self.scheme))
+        location, key = _split_key(parse_address(address).expect(self.scheme))
+        host, port = split_host_port(location)
         resolved = _resolve(host)
-        if not (self.insecure or ipaddress.ip_address(resolved.partition("%")[0]).is_loopback):
+        local = not self._only_curve and ipaddress.ip_address(resolved.partition("%")[0]).is_loopback
+        if not (key or local or self.insecure):
             raise MisuseError(
-                f"{address} is on another host, and nothing would say who answers there",
-                hint="insecure=True connects to anybody",
+                f"{address} has no key, and nothing would say who answers there",
+                hint="set the peer's tls, too; insecure=True connects to anybody",
             )
+        secure: Secure | None = None
+        if key and self._curve is not None:
+            secure = partial(self._curve.secure_connection, server_key=key)
+        elif key:
+            raise MisuseError(f"{address} speaks CURVE, and this libzmq does not")
         welcomed: Future[TcpChannel] = Future()
-        line = self.io.run(partial(self._begin, resolved, port, address, welcomed))
+        line = self.io.run(partial(self._begin, resolved, port, address, welcomed, secure))
         try:
             channel = welcomed.result(deadline.left_s())
         except concurrent.futures.TimeoutError:
@@ -131,10 +159,11 @@ class TcpTransport(LocalMemoryTransport):
             raise DeadlineError(f"{address} did not accept in time") from None
         return self._adopt(channel)
 
-    def _begin(self, host: str, port: int, address: str, welcomed: Future[TcpChannel]) -> Line:
+    def _begin(self, host: str, port: int, address: str, welcomed: Future[TcpChannel], secure: Secure | None) -> Line:
         """On the I/O thread: connect and say hello."""
+        endpoint, options = f"tcp://{join_host_port(host, port)}", {} if secure is None else {"secure": secure}
         try:
-            line = ConnectedLine(self.io, f"tcp://{join_host_port(host, port)}", self.options, ipv6=":" in host)
+            line = ConnectedLine(self.io, endpoint, self.options, ipv6=":" in host, **options)
         except zmq.ZMQError as error:
             raise TransportError(f"can't connect to {address}: {error}") from error
 
@@ -180,11 +209,16 @@ class TcpListener(Listener):
             raise TransportError(f"can't listen at tcp://{join_host_port(host, port)}: {error}") from error
         bound_host, bound_port = split_host_port(parse_address(self._hub.bound).location)
         location = join_host_port(transport.contact_host or bound_host, bound_port)
+        if transport.own_curve is not None:
+            location += f"/{transport.public_key.hex()}"
         self._contact_address = format_address(Address(scheme="tcp", location=location))
 
     def _bind(self, host: str, port: int) -> Hub:
         endpoint = f"tcp://{join_host_port(host, port)}"
-        return Hub(self._io, endpoint, self._transport.options, ipv6=":" in host, on_first=self._on_hello)
+        curve, secure = self._transport.own_curve, {}
+        if curve is not None:
+            secure["secure"] = curve.secure_listener
+        return Hub(self._io, endpoint, self._transport.options, ipv6=":" in host, on_first=self._on_hello, **secure)
 
     @property
     def contact_address(self) -> str:
@@ -309,6 +343,14 @@ def split_host_port(location: str) -> tuple[str, int]:
             f"tcp://{location} has no host and port", hint="write tcp://127.0.0.1:7000 or tcp://[::1]:7000"
         )
     return host, int(port)
+
+
+def _split_key(location: str) -> tuple[str, bytes]:
+    """Take the listener's public key off a location; b"" when there is none."""
+    place, slash, key = location.partition("/")
+    if slash and not re.fullmatch("[0-9a-f]{64}", key):
+        raise MisuseError(f"tcp://{location[:128]} has no key after its port", hint="write tcp://host:port/key")
+    return place, bytes.fromhex(key)
 
 
 def join_host_port(host: str, port: int) -> str:

@@ -34,9 +34,10 @@ from zmq.utils.monitor import recv_monitor_message
 
 from pdxfer.errors import TransportError
 
-__all__ = ["AcceptedLine", "ConnectedLine", "Frames", "Hub", "IoThread", "Line", "SocketOptions"]
+__all__ = ["AcceptedLine", "ConnectedLine", "Frames", "Hub", "IoThread", "Line", "Secure", "SocketOptions"]
 
 Frames = list[zmq.Frame]
+Secure = Callable[["zmq.Socket[bytes]"], None]
 _Result = TypeVar("_Result")
 
 _log = logging.getLogger(__name__)
@@ -222,13 +223,20 @@ def _ignore(_: object) -> None:
     """The callback of a line that nobody listens to."""
 
 
+def _plain(_: object) -> None:
+    """What ``secure`` does where nobody is asked who they are."""
+
+
 class ConnectedLine(Line):
     """The connecting end: a DEALER socket of its own."""
 
-    def __init__(self, io: IoThread, endpoint: str, options: SocketOptions, *, ipv6: bool) -> None:
+    def __init__(
+        self, io: IoThread, endpoint: str, options: SocketOptions, *, ipv6: bool, secure: Secure = _plain
+    ) -> None:
         super().__init__(io)
         self._socket: zmq.Socket[bytes] = io.context.socket(zmq.DEALER)
         options.apply(self._socket, ipv6=ipv6)
+        secure(self._socket)
         self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(_FAILED)
         io.watch(self._socket, self._read)
         io.watch(self._monitor, self._read_monitor)
@@ -284,6 +292,7 @@ class Hub:
     Args:
         endpoint: ZMQ's, port 0 for a free one; ``bound`` is what it became.
         on_first: called with a new line and its first message; it sets the line's callbacks, or ends it.
+        secure: called with the socket before it is bound.
     """
 
     def __init__(
@@ -294,6 +303,7 @@ class Hub:
         *,
         ipv6: bool,
         on_first: Callable[[Line, Frames], None],
+        secure: Secure = _plain,
     ) -> None:
         self._io, self._on_first = io, on_first
         self._lines: dict[bytes, AcceptedLine] = {}
@@ -301,6 +311,7 @@ class Hub:
         self._listening = True
         self.socket: zmq.Socket[bytes] = io.context.socket(zmq.ROUTER)
         options.apply(self.socket, ipv6=ipv6)
+        secure(self.socket)
         self.socket.router_mandatory = True
         self._monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         io.watch(self.socket, self._read)

@@ -17,20 +17,22 @@ MODE_PACKED: Mode
 MODE_DIRECT: Mode
 
 class DescribeRequest(_message.Message):
-    __slots__ = ("protocol_version", "epoch", "worker", "rank", "layout", "known_layout_digest")
+    __slots__ = ("protocol_version", "epoch", "worker", "rank", "layout", "known_layout_digest", "data_key")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     KNOWN_LAYOUT_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    DATA_KEY_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     epoch: bytes
     worker: str
     rank: int
     layout: bytes
     known_layout_digest: str
-    def __init__(self, protocol_version: _Optional[int] = ..., epoch: _Optional[bytes] = ..., worker: _Optional[str] = ..., rank: _Optional[int] = ..., layout: _Optional[bytes] = ..., known_layout_digest: _Optional[str] = ...) -> None: ...
+    data_key: bytes
+    def __init__(self, protocol_version: _Optional[int] = ..., epoch: _Optional[bytes] = ..., worker: _Optional[str] = ..., rank: _Optional[int] = ..., layout: _Optional[bytes] = ..., known_layout_digest: _Optional[str] = ..., data_key: _Optional[bytes] = ...) -> None: ...
 
 class DescribeResponse(_message.Message):
     __slots__ = ("protocol_version", "epoch", "worker", "rank", "layout_digest", "layout", "transports", "host")

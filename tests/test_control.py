@@ -217,6 +217,7 @@ by_field = {
     "chunks": st.integers(0, LIMITS["chunks"]), "chunk_bytes": st.integers(4096, 1 << 30),
     "mode": st.sampled_from(Mode), "relay": st.booleans(), "lease_s": leases,
     "layout": st.binary(max_size=200), "ticket": st.binary(max_size=200),
+    "data_key": st.sampled_from((b"", bytes(range(32)))),
     "transports": st.lists(names, max_size=3).map(tuple),
 }  # fmt: skip
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
-import subprocess
-import sys
 
 import pytest
 from click.testing import CliRunner
@@ -12,11 +12,9 @@ from click.testing import CliRunner
 from pdxfer.bench import measure
 from pdxfer.bench.cli import bench
 from pdxfer.bench.copy import CASES
-from pdxfer.bench.handoff import WAYS
-from pdxfer.bench.peer import Child
 from pdxfer.bench.vllm import _ratios
 from pdxfer.builders import PLACEMENTS
-from pdxfer.errors import MisuseError, PeerError
+from pdxfer.errors import MisuseError
 from pdxfer.kernels import native_available
 
 needs_kernel = pytest.mark.skipif(not native_available(), reason="the ceiling is a loop of the compiled kernel")
@@ -62,9 +60,17 @@ def test_plan_counts() -> None:
             assert 0 < row[part]["min_ms"] <= row[part]["p50_ms"] <= row[part]["p90_ms"] <= row[part]["p99_ms"]
         assert row["cold"]["p50_ms"] >= row["plan"]["p50_ms"]
     assert results["contiguous_copy"]["nbytes"] == 1 << 20
+    grown = {what: [row for row in results["rows"] if row["growth"] == what] for what in ("ranks", "layers", "tokens")}
+    assert [row["ranks"] for row in grown["ranks"]] == [1, 2, 4]
+    assert [row["layers"] for row in grown["layers"]] == [4, 8]
+    assert [row["tokens"] for row in grown["tokens"]] == [25, 100, 400]
+    assert [row["rank_payload_bytes"] for row in grown["tokens"]] == [kv * n // 100 + state for n in (25, 100, 400)]
 
 
-def test_plan_table() -> None:
+def test_plan_table_and_csv() -> None:
+    rows = list(csv.DictReader(io.StringIO(shown(*PLAN, "--csv"))))
+    assert {(row["schema_version"], row["bench"]) for row in rows} == {(str(measure.SCHEMA_VERSION), "plan")}
+    assert [row["growth"] for row in rows].count("ranks") == 3
     text = shown(*PLAN)
     assert all(placement in text for placement in PLACEMENTS)
     assert "contiguous copy of 1 MB" in text
@@ -97,34 +103,6 @@ def test_copy_table_and_choice_of_cases() -> None:
         CliRunner().invoke(bench, ["copy", "--case", "5 KiB"], catch_exceptions=False)
 
 
-def test_handoff_counts() -> None:
-    results = run("handoff", "--repeats", "1", "--megabytes", "1", "--small-tokens", "20")
-    assert [way["way"] for way in results["ways"]] == [way.name for way in WAYS]
-    state = 6 * (4 * 128 * 128 * 4 + (2 * 2 * 128 + 4 * 128) * 3 * 2)
-    for way, row in zip(WAYS, results["ways"], strict=True):
-        assert row["control_call"]["p50_ms"] > 0
-        small, big = row["requests"]
-        assert (small["tokens"], big["tokens"]) == (20, 256)
-        for request in (small, big):
-            assert request["payload_bytes"] == state + request["tokens"] * 4096
-            assert request["messages"] == 1
-            assert request["mode"] == ("packed" if way.mode == "packed" else "direct")
-            calls = request["rpcs_per_request"]
-            assert calls.pop("Describe", 0) <= 1
-            assert calls == {"Open": 1.0}
-            assert set(request["added_ms"]) == {"p50", "p90", "p99"}
-            assert {"negotiate", "plan"} <= set(request["stage_ms"])
-        assert set(row["source"]["pages"]) == {"free"}, "every page of the source is free again"
-
-
-def test_handoff_table_and_choice_of_ways() -> None:
-    text = shown("handoff", "--repeats", "1", "--megabytes", "1", "--way", "shm, packed")
-    assert "shm, packed" in text
-    assert "tcp" not in text
-    with pytest.raises(MisuseError, match="no way begins with pigeon"):
-        CliRunner().invoke(bench, ["handoff", "--way", "pigeon"], catch_exceptions=False)
-
-
 def test_ratios_are_between_neighbours() -> None:
     order: list[str] = []
     found = measure.against(
@@ -149,32 +127,6 @@ def test_ratios_are_between_neighbours() -> None:
 )
 def test_quantiles(values: list[float], q: float, expected: float) -> None:
     assert measure.quantile(values, q) == pytest.approx(expected)
-
-
-def test_a_child_that_ends_is_a_named_error() -> None:
-    with Child("pdxfer.bench.measure") as child:  # a module that does nothing
-        with pytest.raises(PeerError, match="other process has ended"):
-            child.hear()
-        with pytest.raises(PeerError, match="other process has ended"):
-            child.ask(do="anything")
-
-
-def test_a_child_ends_with_its_parent() -> None:
-    """Kill a parent that has a child: the child's input ends, and so does the child, which closes our pipe."""
-    code = (
-        "import sys, time\nfrom pdxfer.bench.peer import Child\n"
-        "child = Child('pdxfer.bench.copy', regions=[4096])\nprint(child.hear()['address'], flush=True)\n"
-        "time.sleep(600)"
-    )
-    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    assert parent.stderr is not None
-    assert parent.stdout.readline().startswith("shm://")
-    parent.kill()
-    parent.wait()
-    parent.stderr.read()  # the child has the same standard error: this returns when both are gone
-    parent.stderr.close()
-    parent.stdout.close()
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
-"""``pdxfer bench``: measures of this machine, as tables for people or as one JSON object.
+"""``pdxfer bench``: measures of this machine, as tables for people, one JSON object, or comma-separated values.
 
-In come sizes and repeats; out goes what ``plan.py``, ``copy.py`` and ``handoff.py`` measured, with the facts of the
-machine. Nothing is measured in here.
+In come sizes and repeats; out goes what the modules beside this one measured, with the facts of the machine. Nothing is
+measured in here.
 """
 
 from __future__ import annotations
@@ -15,15 +15,38 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pdxfer.bench import show
+
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
     from pdxfer.bench.measure import Tick
 
-__all__ = ["bench", "copy", "handoff", "plan", "vllm"]
+__all__ = ["bench", "compare", "copy", "handoff", "link", "plan", "report", "vllm"]
 
 _json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+
+
+def _choices(*options: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+def _count(name: str, default: int, text: str, least: int = 1) -> Callable[..., Any]:
+    """A number; names of nixlbench's, too, which have underscores."""
+    names = (name, f"--{name[2:].replace('-', '_')}") if "-" in name[2:] else (name,)
+    return click.option(*names, type=click.IntRange(least), default=default, show_default=True, help=text)
+
+
+_listen = click.option("--listen", default="", metavar="ADDRESS", help="Play the other end at tcp://host:port.")
+_peer = click.option("--peer", default="", metavar="ADDRESS", help="The other end, on another host, at --listen there.")
+_max_time = click.option("--max-time", type=click.FloatRange(1), default=1800, show_default=True, help="Seconds.")
+_csv = click.option("--csv", "as_csv", is_flag=True, help="Print rows of comma-separated values.")
+_save_as = click.option("--save", default="", metavar="FILE", help="Write the JSON object there, too.")
 
 
 def _sizes(repeats: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -59,14 +82,16 @@ def bench() -> None:
 @click.option("--tokens", type=click.IntRange(1), default=32768, show_default=True, help="Tokens of the request.")
 @click.option("--page-tokens", type=click.IntRange(1), default=16, show_default=True, help="Tokens per page.")
 @_sizes(15)
-def plan(layers: int, ranks: int, tokens: int, page_tokens: int, repeats: int, megabytes: int, as_json: bool) -> None:
+@_csv
+@_save_as
+def plan(as_json: bool, as_csv: bool, save: str, **sizes: int) -> None:
     """Time a cold plan, and one rank's work per request, in three placements."""
-    from pdxfer.bench.plan import PlanOptions, bench_plan
+    from pdxfer.bench.plan import PlanOptions, bench_plan, growth_points
 
-    options = PlanOptions(
-        layers=layers, ranks=ranks, tokens=tokens, page_tokens=page_tokens, repeats=repeats, megabytes=megabytes
-    )
-    _report("plan", lambda tick: bench_plan(options, tick), 3 * (5 * repeats + 1) + 1, as_json, _show_plan)
+    options = PlanOptions(**sizes)
+    measured = [options] * 3 + [point for _, point in growth_points(options)]
+    steps = sum(5 * point.repeats + 1 for point in measured) + 1
+    _report("plan", lambda tick: bench_plan(options, tick), steps, as_json, show.plan, as_csv=as_csv, save=save)
 
 
 @bench.command()
@@ -82,24 +107,149 @@ def copy(names: tuple[str, ...], repeats: int, megabytes: int, as_json: bool) ->
         raise MisuseError(f"no case begins with {' or '.join(names)}; there are {_names(CASES)}")
     options = CopyOptions(repeats=repeats, megabytes=megabytes, cases=cases)
     steps = len(cases) * (8 * (repeats + 1) + 1)
-    _report("copy", lambda tick: bench_copy(options, tick), steps, as_json, _show_copy)
+    _report("copy", lambda tick: bench_copy(options, tick), steps, as_json, show.copy)
 
 
 @bench.command()
-@click.option("--small-tokens", type=click.IntRange(1), default=64, show_default=True, help="Of the small request.")
-@click.option("--way", "names", multiple=True, help="Only ways whose name begins so; may be repeated.")
-@_sizes(20)
-def handoff(small_tokens: int, names: tuple[str, ...], repeats: int, megabytes: int, as_json: bool) -> None:
-    """Time offer and fetch between two agents in two processes, minus the copy itself."""
-    from pdxfer.bench.handoff import WAYS, HandoffOptions, bench_handoff
-    from pdxfer.errors import MisuseError
+@click.option(
+    "--transport", "--backend", "transports", default="shm,tcp", show_default=True, help="With commas; or all."
+)
+@click.option("--op-type", "--op_type", type=click.Choice(["WRITE", "READ"], case_sensitive=False), default="WRITE",
+              show_default=True, help="Messages, or reads of exported memory.")  # fmt: skip
+@_choices(
+    _count("--start-block-size", 4 << 10, "Bytes of the smallest block."),
+    _count("--max-block-size", 16 << 20, "Bytes of the largest."),
+    _count("--start-batch-size", 1, "Blocks of the smallest batch."),
+    _count("--max-batch-size", 1, "Of the largest."),
+    _count("--total-buffer-size", 64 << 20, "Bytes at most of block times batch."),
+    _count("--num-iter", 100, "Timed iterations of each size."),
+    _count("--warmup-iter", 5, "Untimed ones."),
+    _count("--num-threads", 1, "Channels at once, a thread for each."),
+)
+@click.option("--check-consistency/--no-check-consistency", "--check_consistency", default=True, show_default=True,
+              help="Compare the bytes of each size's last iteration.")  # fmt: skip
+@_choices(_listen, _peer, _max_time, _json, _csv, _save_as)
+def link(transports: str, op_type: str, listen: str, peer: str, max_time: float, as_json: bool, as_csv: bool,
+         save: str, **sizes: Any) -> None:  # fmt: skip
+    """Sweep block and batch sizes over raw transports, with nixlbench's names and columns."""
+    from pdxfer.bench import peer as peers
+    from pdxfer.bench.link import Options, bench_link, serve
+    from pdxfer.transport import known_schemes
 
-    ways = tuple(way for way in WAYS if not names or way.name.startswith(names))
-    if not ways:
-        raise MisuseError(f"no way begins with {' or '.join(names)}; there are {_names(WAYS)}")
-    options = HandoffOptions(small_tokens=small_tokens, repeats=repeats, megabytes=megabytes, ways=ways)
-    steps = 1 + len(ways) * (11 * repeats + 5)
-    _report("handoff", lambda tick: bench_handoff(options, tick), steps, as_json, _show_handoff)
+    clock = peers.Clock(max_time)
+    if listen:
+        peers.listen(listen, serve, clock, lambda text: click.echo(text, err=True))
+        return
+    schemes = tuple(sorted(known_schemes())) if transports == "all" else tuple(transports.lower().split(","))
+    options = Options(transports=schemes, op_type=op_type.upper(), peer=peer, **sizes)
+    steps = len(schemes) * len(list(options.sizes()))
+    _report("link", lambda tick: bench_link(options, tick, clock), steps, as_json, show.link, as_csv=as_csv, save=save)
+
+
+@bench.command()
+@click.option("--model", default="qwen3-next-80b-a3b", show_default=True, metavar="MODEL|config.json",
+              help="A preset, a config.json, or fragments-SIZE: one layer of pages of SIZE.")  # fmt: skip
+@click.option("--layers", type=click.IntRange(0), default=0, help="Only the model's first so many.  [default: all]")
+@_choices(
+    _count("--prefill-tp", 1, "Ranks of the source."),
+    _count("--decode-tp", 1, "Ranks of the target."),
+    _count("--page-tokens", 16, "Tokens per page."),
+    _count("--decode-page-tokens", 0, "Of the target; 0 is the same.", 0),
+    _count("--tokens", 8192, "Tokens of one request."),
+    _count("--concurrency", 1, "Requests at once."),
+)
+@click.option("--fragmentation", type=click.FloatRange(0, 1), default=1.0, show_default=True,
+              help="Share of a page table's neighbours that lie apart: 0 is one stretch, 1 a permutation.")  # fmt: skip
+@click.option("--placement", type=click.Choice(["per_layer", "per_request", "unified"]), default="per_layer",
+              show_default=True, help="Where layers lie.")  # fmt: skip
+@_count("--seed", 0, "Of pages and contents.", 0)
+@click.option("--transport", "--backend", default="shm", show_default=True, help="With commas, best first; or auto.")
+@click.option("--mode", type=click.Choice(["auto", "packed", "direct"]), default="auto", show_default=True, help="How.")
+@click.option("--digest/--no-digest", default=True, show_default=True, help="Verify every byte in the target's pages.")
+@click.option("--verify/--no-verify", default=True, show_default=True, help="Compare all bytes after the runs.")
+@click.option("--engines/--no-engines", default=True, show_default=True, help="NIXL and Mooncake on the same bytes.")
+@click.option("--chunk", default="8MiB", show_default=True, metavar="SIZE", help="Upper bound of one message.")
+@_choices(
+    _count("--runs", 9, "Timed hand-offs."),
+    _count("--warmup", 2, "Untimed ones."),
+    _count("--threads", 0, "Copying threads of an agent and of the ceiling; 0 lets them choose.", 0),
+)
+@click.option("--processes", type=click.Choice(["rank", "worker", "one"]), default="rank", show_default=True,
+              help="One for each rank, for each worker, or this one.")  # fmt: skip
+@click.option("--suite", type=click.Choice(["reference"]), help="Measure and judge all that hand-offs promise.")
+@click.option("--only", multiple=True, metavar="GROUP", help="Only this group of the suite; may be repeated.")
+@_count("--shrink", 1, "Divide the suite's tokens, to try it out.")
+@_choices(_listen, _peer, _max_time, _json, _csv, _save_as)
+def handoff(
+    suite: str | None, listen: str, max_time: float, as_json: bool, as_csv: bool, save: str, **asked: Any
+) -> int:
+    """Time whole hand-offs of a model's caches, beside the same bytes copied by hand and by others.
+
+    With --suite, exit code 1 when a line does not hold or could not be measured.
+    """
+    from pdxfer.bench import peer as peers
+    from pdxfer.bench.handoff import bench_handoff, serve_source
+    from pdxfer.bench.suite import GROUPS, bench_suite
+
+    clock = peers.Clock(max_time)
+    only, shrink = tuple(asked.pop("only")), asked.pop("shrink")
+    if listen:
+        peers.listen(listen, serve_source, clock, lambda text: click.echo(text, err=True))
+        return 0
+    if suite:
+        groups, runs = only or tuple(GROUPS), max(7, asked["runs"]) if shrink == 1 else asked["runs"]
+        found = _report("handoff", lambda tick: bench_suite(groups, runs, shrink, tick, clock), None, as_json,
+                        show.handoff, as_csv=as_csv, save=save)  # fmt: skip
+        return 0 if all(line["holds"] for line in found["lines"]) else 1
+    options = _handoff_options(**asked)
+    _report("handoff", lambda tick: bench_handoff(options, tick, clock), options.runs + 7, as_json, show.handoff,
+            as_csv=as_csv, save=save)  # fmt: skip
+    return 0
+
+
+def _handoff_options(model: str, layers: int, transport: str, mode: str, digest: bool, chunk: str, runs: int,
+                     warmup: int, threads: int, processes: Any, engines: bool, verify: bool, peer: str,
+                     **case: Any) -> Any:  # fmt: skip
+    from pdxfer.bench.case import Case, load_spec
+    from pdxfer.bench.handoff import Options
+    from pdxfer.bench.ranks import Way
+    from pdxfer.sizing import parse_bytes
+
+    spec = load_spec(model, page_tokens=case["page_tokens"], layers=layers)
+    way = Way(transport=transport, mode=mode, digests=digest, chunk_bytes=parse_bytes(chunk), threads=threads)
+    facts = {"model": model, "layers": spec.num_layers}
+    return Options(
+        case=Case(spec=spec, **case), facts=facts, ways=(way,), runs=runs, warmup=warmup, threads=threads,
+        processes=processes, engines=engines, verify=verify, peer=peer,
+    )  # fmt: skip
+
+
+@bench.command()
+@click.argument("first", metavar="A.json")
+@click.argument("second", metavar="B.json")
+@click.option("--fail-if", multiple=True, metavar="CONDITION", help="E.g. 'p99>+5%' or 'gb_per_s<-10%'; repeatable.")
+@_json
+def compare(first: str, second: str, fail_if: tuple[str, ...], as_json: bool) -> int:
+    """Show what changed from A to B, row by row; exit code 1 when a condition is met."""
+    from pdxfer.bench.compare import Condition, compare
+
+    found = compare(first, second, [Condition.parse(text) for text in fail_if])
+    if as_json:
+        click.echo(json.dumps(found, indent=2))
+    else:
+        show.changes(show.console(), found)
+    return 1 if found["failures"] else 0
+
+
+@bench.command()
+@click.argument("reports", nargs=-1, required=True, metavar="A.json [B.json ...]")
+@click.option("-o", "--output", default="report.html", show_default=True, help=".html (and .png beside it), or .png.")
+def report(reports: tuple[str, ...], output: str) -> None:
+    """Draw reports: one HTML file with plots and all rows, and the plots as PNG."""
+    from pdxfer.bench.report import write_report
+
+    for written in write_report(reports, output):
+        click.echo(written)
 
 
 @bench.command()
@@ -148,7 +298,7 @@ def vllm(
     # The servers are not our terminal's: SIGTERM must unwind as ^C does, to end them.
     before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
-        results = _report("vllm", lambda tick: bench_vllm(options, tick), steps, as_json, _show_vllm)
+        results = _report("vllm", lambda tick: bench_vllm(options, tick), steps, as_json, show.vllm)
     finally:
         signal.signal(signal.SIGTERM, before)
     return 1 if any(found["error"] for found in results["connectors"]) else 0
@@ -161,9 +311,12 @@ def _names(rows: Iterable[Any]) -> str:
 def _report(
     name: str,
     measure: Callable[[Tick], dict[str, Any]],
-    steps: int,
+    steps: int | None,
     as_json: bool,
-    show: Callable[[Console, dict[str, Any]], None],
+    shown: Callable[[Console, dict[str, Any]], None],
+    *,
+    as_csv: bool = False,
+    save: str = "",
 ) -> dict[str, Any]:
     from pdxfer.bench.measure import SCHEMA_VERSION, machine
 
@@ -178,22 +331,43 @@ def _report(
         "machine": facts,
         "results": results,
     }
+    if save:
+        _save(save, json.dumps(report, indent=2) + "\n")
     if as_json:
         click.echo(json.dumps(report, indent=2))
-        return results
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=140)
-    console.print(results["what"], style="bold", markup=False)
-    show(console, results)
-    _show_machine(console, facts)
+    elif as_csv:
+        _print_csv(name, results["rows"])
+    else:
+        console = show.console()
+        console.print(results["what"], style="bold", markup=False)
+        shown(console, results)
+        show.machine(console, facts)
     return results
 
 
+def _save(path: str, text: str) -> None:
+    from pdxfer.errors import MisuseError
+
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise MisuseError(f"can't write {path}: {error.strerror}") from error
+
+
+def _print_csv(name: str, rows: list[dict[str, Any]]) -> None:
+    import csv
+
+    from pdxfer.bench.measure import SCHEMA_VERSION
+
+    columns = dict.fromkeys(column for row in rows for column in row)
+    writer = csv.DictWriter(sys.stdout, ["schema_version", "bench", *columns], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({"schema_version": SCHEMA_VERSION, "bench": name, **row} for row in rows)
+
+
 @contextmanager
-def _progress(steps: int) -> Iterator[Tick]:
+def _progress(steps: int | None) -> Iterator[Tick]:
     """A progress bar on a terminal's standard error."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -208,135 +382,3 @@ def _progress(steps: int) -> Iterator[Tick]:
             progress.update(task, description=what, advance=1, refresh=True)
 
         yield tick
-
-
-def _table(title: str, *columns: str) -> Table:
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", title_style="bold")
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left", overflow="fold")
-    return table
-
-
-def _verdict(value: float, target: float, *, at_most: bool) -> str:
-    good = value <= target if at_most else value >= target
-    return f"[green]holds[/green] ({'<=' if at_most else '>='} {target:g})" if good else f"[red]misses {target:g}[/red]"
-
-
-def _ms(times: dict[str, float]) -> str:
-    return f"{times['p50_ms']:.2f} / {times['p90_ms']:.2f}"
-
-
-def _show_plan(console: Console, results: dict[str, Any]) -> None:
-    table = _table(
-        "cold, ms (p50 / p90)", "placement", "layout digests", "plan and proof", "plan digest", "all", "target"
-    )
-    for row in results["placements"]:
-        verdict = _verdict(row["cold"]["p50_ms"], results["targets"]["cold_ms"], at_most=True)
-        cells = [_ms(row[part]) for part in ("layout_digests", "plan", "plan_digest", "cold")]
-        table.add_row(row["placement"], *cells, verdict)
-    console.print(table)
-    columns = ("placement", "ms (p50 / p90)", "edges", "chunks", "segments", "pages", "MB", "target")
-    table = _table("per request: all that one target rank works out", *columns)
-    for row in results["placements"]:
-        counts = row["counts"]
-        verdict = _verdict(row["request"]["p50_ms"], results["targets"]["request_ms"], at_most=True)
-        cells = [f"{counts[f'rank_{name}']:,}" for name in ("edges", "chunks", "segments", "pages")]
-        table.add_row(
-            row["placement"], _ms(row["request"]), *cells, f"{counts['rank_payload_bytes'] / 1e6:,.0f}", verdict
-        )
-    console.print(table)
-    _show_ceiling(console, results["contiguous_copy"])
-
-
-def _show_copy(console: Console, results: dict[str, Any]) -> None:
-    for case in results["cases"]:
-        title = f"{case['case']}: {case['nbytes'] / 1e6:,.0f} MB"
-        table = _table(
-            f"{title} in {case['runs']:,} runs" if case["runs"] else title,
-            *("way", "GB/s", "of ceiling", "p10 .. p90", "target"),
-        )
-        for row in case["rows"]:
-            spread = f"{row['ratio_p10']:.2f} .. {row['ratio_p90']:.2f}" if "ratio_p10" in row else "the ceiling"
-            target = results["targets"].get(row["way"]) if case["counts_for_targets"] else None
-            verdict = "" if target is None else _verdict(row["ratio"], target, at_most=False)
-            table.add_row(row["way"], f"{row['gb_per_s']:.2f}", f"{row['ratio']:.3f}", spread, verdict)
-        console.print(table)
-        for note in case["notes"]:
-            console.print(note, markup=False)
-    console.print("of ceiling: median over repeats, each beside the ceiling's run right before it", style="dim")
-
-
-def _show_handoff(console: Console, results: dict[str, Any]) -> None:
-    columns = ("ms", "MB", "offer", "fetch", "copy", "added p50 / p90 / p99", "GB/s (copy)", "calls x ms", "target")
-    table = _table("", *columns)
-    for way in results["ways"]:
-        call_ms = way["control_call"]["p50_ms"]
-        for row in way["requests"]:
-            targets = results["targets"]
-            aimed = (way["way"], row["request"]) == (targets["way"], targets["request"])
-            verdict = _verdict(row["added_ms"]["p50"], targets["added_p50_ms"], at_most=True) if aimed else ""
-            table.add_row(
-                f"{way['way']}: {row['request']}",
-                f"{row['payload_bytes'] / 1e6:,.1f}",
-                *(f"{row[part]['p50_ms']:.2f}" for part in ("offer", "fetch", "copy_alone")),
-                " / ".join(f"{row['added_ms'][p]:.2f}" for p in ("p50", "p90", "p99")),
-                f"{row['gb_per_s']:.2f} ({row['copy_alone_gb_per_s']:.2f})",
-                f"{sum(row['rpcs_per_request'].values()):.2f} x {call_ms:.2f}",
-                verdict,
-            )
-    console.print(table)
-    _show_ceiling(console, results["contiguous_copy"])
-
-
-def _show_vllm(console: Console, results: dict[str, Any]) -> None:
-    columns = ("connector: prompt", "prefill ms", "decode ms", "transfer ms", "own ms", "MB", "posted", "tokens equal")
-    table = _table("p50 (p10 .. p90)", *columns)
-    for found in results["connectors"]:
-        for row in found["rows"]:
-            ties = f", {row['near_ties']} near ties" if row["near_ties"] else ""
-            table.add_row(
-                f"{found['connector']}: {row['prompt_tokens']:,}",
-                *(_spread(row[key], 1) for key in ("prefill_ms", "decode_ms", "transfer_ms", "own_ms")),
-                f"{row['bytes'] / 1e6:.2f}",
-                f"{row['posted']:,.0f} in {row['transfers']:.0f}",
-                f"{row['equal']} of {row['prompts']}{ties}",
-            )
-    for row in results["ratios"]:
-        ratios = (_spread(row[key], 2) for key in ("prefill_ms", "decode_ms", "transfer_ms", "own_ms"))
-        table.add_row(f"nixl / pdxfer: {row['prompt_tokens']:,}", *ratios, "", "", "")
-    console.print(table)
-    for found in results["connectors"]:
-        if "floor_ms" in found:
-            console.print(
-                f"{found['connector']}: first contact {found['first_contact_ms']:.0f} ms;"
-                f" a request of 2 tokens, without a hand-off, takes {found['floor_ms']:.1f} ms (the floor)"
-            )
-        if found["error"]:
-            console.print(f"{found['connector']} could not do it all: {found['error']}", style="red", markup=False)
-    console.print(
-        "prefill, decode: one request to each, decode's with the hand-off in it; own: decode alone, no hand-off\n"
-        "own's ratio should be 1: what it is off, the machine was busier for one of them\n"
-        "posted, in how many transfers: chunks of which each has one message (pdxfer), or descriptors (nixl)\n"
-        "transfer: pdxfer's has negotiation and verifying every byte in it, nixl's is the reads alone",
-        style="dim",
-    )
-
-
-def _spread(found: dict[str, Any], digits: int) -> str:
-    return f"{found['p50']:.{digits}f} ({found['p10']:.{digits}f} .. {found['p90']:.{digits}f})"
-
-
-def _show_ceiling(console: Console, copied: dict[str, Any]) -> None:
-    console.print(f"contiguous copy of {copied['nbytes'] / 1e6:,.0f} MB: {copied['gb_per_s']:.2f} GB/s")
-
-
-def _show_machine(console: Console, facts: dict[str, Any]) -> None:
-    load = f"load {facts['load_average'][0]:.1f} before, {facts['load_average_after'][0]:.1f} after"
-    memory = f"{facts['memory_bytes'] / 2**30:.0f} GiB"
-    console.print(
-        f"{facts['cpu']}, {facts['cores']} cores, {memory}, {facts['copy_kernel']} kernel, {load}", markup=False
-    )
-    if max(facts["load_average"][0], facts["load_average_after"][0]) > facts["cores"] / 2:
-        console.print("[yellow]The machine is busy[/yellow]: these figures, and whether targets hold, mean little.")

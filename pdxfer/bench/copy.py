@@ -22,7 +22,7 @@ import numpy as np
 
 from pdxfer import packing
 from pdxfer.bench.measure import Ratio, Samples, Tick, against, quantile
-from pdxfer.bench.peer import Child, answer, questions
+from pdxfer.bench.peer import Child, Clock, Line, main
 from pdxfer.builders import Parallel, Storage, build_layout
 from pdxfer.errors import InternalError, MisuseError, TransportError
 from pdxfer.kernels import Offsets, native_available
@@ -32,7 +32,7 @@ from pdxfer.plan import Edge, make_plan
 from pdxfer.spec import Axis, CacheSpec, Component, Growth, Ownership, Rule
 from pdxfer.transport import Channel, Transport, create_transport
 
-__all__ = ["CASES", "DIGEST_TARGET", "DIRECT_TARGET", "CopyCase", "CopyOptions", "bench_copy"]
+__all__ = ["CASES", "DIGEST_TARGET", "DIRECT_TARGET", "CopyCase", "CopyOptions", "bench_copy", "serve"]
 
 DIRECT_TARGET = 0.95
 DIGEST_TARGET = 0.80
@@ -40,7 +40,6 @@ _CHUNK_BYTES = 8 << 20
 _PAGE_ROWS = 16
 _LAYERS = 4
 _WAIT_S = 30.0
-_MODULE = "pdxfer.bench.copy"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +108,7 @@ def bench_copy(options: CopyOptions, tick: Tick) -> dict[str, Any]:
 def _run_case(case: CopyCase, options: CopyOptions, tick: Tick) -> dict[str, Any]:
     pair = _Pair.of(case, options.megabytes << 20)
     tick(f"{case.name}: the other process fills its memory")
-    with Child(_MODULE, regions=pair.region_bytes) as child, create_transport("shm") as transport:
+    with Child(serve, Clock(), regions=pair.region_bytes) as child, create_transport("shm") as transport:
         address = child.hear()["address"]
         child.tell(do="accept")
         bench = _CopyBench(pair, transport, transport.connect(address, timeout_s=_WAIT_S))
@@ -324,24 +323,21 @@ class _CopyBench:
             raise InternalError("the bytes did not come as they were")
 
 
-def _child(regions: list[int]) -> None:
+def serve(line: Line, *, regions: list[int]) -> None:
     """The other process: regions full of noise, as memfds and as memory of its own, for one reader."""
     rng = np.random.default_rng(1)
     with create_transport("shm", readers="any") as transport, transport.listen() as listener:
-        answer(address=listener.contact_address)
+        line.tell(address=listener.contact_address)
         shared = [transport.allocate(nbytes, "pages") for nbytes in regions]
         for region in shared:
             view = np.frombuffer(region.view, np.uint8)
             view[:] = np.frombuffer(rng.bytes(len(view)), np.uint8)
         own = [transport.register(np.frombuffer(region.view, np.uint8).copy(), "own pages") for region in shared]
-        for _ in questions():  # one: that the parent is about to connect
+        for _ in line.questions():  # one: that the parent is about to connect
             channel = listener.accept(_WAIT_S)
             for region in (*shared, *own):
                 channel.export_region(region, b"", timeout_s=_WAIT_S)
 
 
 if __name__ == "__main__":
-    import json
-    import sys
-
-    _child(**json.loads(sys.argv[1]))
+    main(serve)

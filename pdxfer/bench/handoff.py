@@ -1,287 +1,354 @@
-"""Bench of hand-offs: two agents in two processes, one offers, the other fetches.
+"""Bench of hand-offs: whole transfers between the agents of two workers, beside the same bytes moved by hand.
 
-In come sizes; out come latencies of offer and fetch, what of them was the copy itself, calls and bytes. The router's
-part (a ticket's way from one engine to the other) is not in it: the offer is timed in the source's process, the fetch
-in the target's. *The copy itself* is the same request, between two buffers of one process, without digests, its
-programs and page tables worked out before; it is measured between the fetches. ``control_call`` is an empty call to the
-source's control server: a hand-off makes two.
+In come a case and ways to move it; out come rows of times, bytes and shares of a ceiling that is measured in turn with
+them. A hand-off's time is the source's offers and the target's fetches, from the first rank's begin to the last one's
+end, with every byte in its page; the router's part (a ticket's way between engines) is not in it. Afterwards the
+target's memory is cleared, one more hand-off made, and every byte of both workers compared with what it must be.
 
 ::
 
-    source process   offer ─ticket─▶ (pipe) ─▶ target process   fetch ─ Open ─ copy, verify ─ Complete ─▶ READY
-                     |timed|                                    |------------------ timed -----------------|
+    source ranks   offer ─tickets─▶ this process ─▶ target ranks   fetch ─ Open ─ move, verify ─ Complete ─▶ READY
+                   |timed|                                         |------------------- timed -----------------|
 """
 
 from __future__ import annotations
 
+import os
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-import numpy as np
-
-from pdxfer import packing
-from pdxfer.agent import Agent, AgentConfig, Received
-from pdxfer.bench.measure import Samples, Tick, contiguous_copy, quantile, repeat
-from pdxfer.bench.peer import Child, answer, questions
-from pdxfer.builders import Parallel, Storage, build_layout
-from pdxfer.control import ControlClient
-from pdxfer.driver import EdgeStats
-from pdxfer.errors import MisuseError
-from pdxfer.layout import Layout
-from pdxfer.messages import Abort, Complete, Completed, Describe, Description, Open, Opened, Renew, Renewed
-from pdxfer.models import load_config, spec_from_config
-from pdxfer.packing import EdgeProgram, RequestShape, Segment, Side
-from pdxfer.plan import Edge, make_plan
-from pdxfer.spec import DTYPE_BYTES, Growth
+from pdxfer.bench import ranks
+from pdxfer.bench.case import Case, End
+from pdxfer.bench.ceiling import Ceiling
+from pdxfer.bench.engines import ENGINES, Pair, missing
+from pdxfer.bench.measure import Tick, quantile
+from pdxfer.bench.peer import Away, Child, Clock, Group, Line, Peers
+from pdxfer.bench.ranks import Way
+from pdxfer.errors import ExhaustedError, InternalError, MisuseError, PdxferError
 from pdxfer.ticket import Ticket
 
-__all__ = ["ADDED_TARGET_MS", "WAYS", "HandoffOptions", "Way", "bench_handoff"]
+__all__ = ["Options", "bench_handoff", "serve_source"]
 
-ADDED_TARGET_MS = 1.5
-_MODULE = "pdxfer.bench.handoff"
-_PAGE_TOKENS = 16
-_WAIT_S = 60.0
-#: A hybrid of eight layers whose small hand-off is small: 1.5 MiB of state, 4 KiB a token.
-_CONFIG = {
-    **load_config("qwen3-next-80b-a3b"),
-    "num_hidden_layers": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-}
+_STAGES = {"plan": "plan", "negotiate": "negotiate", "pack": "pack", "move": "wire", "unpack": "unpack",
+           "verify": "verify"}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
-    """A transport and a mode."""
+class Options:
+    """How a case is measured.
 
-    name: str
-    transport: str
-    mode: str = "auto"
-    digests: bool = True
+    Attributes:
+        label: of the case, for the tables. facts: what else identifies it there (model, layers).
+        ways: measured in turn; all of one transport, since they share the agents.
+        threads: of the ceiling; 0 is one per edge, at most one per core.
+        processes: one for each rank, one for each worker, or this one for all.
+        engines: whether others move the same bytes, too, where the ceiling is host memory.
+        peer: address of ``serve_source``, where the source is on another host.
+    """
 
-
-WAYS = (
-    Way(name="shm, direct", transport="shm"),
-    Way(name="shm, direct, no digests", transport="shm", digests=False),
-    Way(name="shm, packed", transport="shm", mode="packed"),
-    Way(name="tcp, packed", transport="tcp", mode="packed"),
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HandoffOptions:
-    """How much and how often; small requests are repeated ten times as often as big ones."""
-
-    small_tokens: int = 64
-    megabytes: int = 256
-    repeats: int = 20
-    ways: tuple[Way, ...] = WAYS
+    case: Case
+    label: str = "hand-off"
+    facts: dict[str, Any] = field(default_factory=dict)
+    ways: tuple[Way, ...] = (Way(),)
+    runs: int = 7
+    warmup: int = 1
+    threads: int = 0
+    processes: Literal["rank", "worker", "one"] = "rank"
+    engines: bool = True
+    verify: bool = True
+    peer: str = ""
 
     def __post_init__(self) -> None:
-        if min(self.small_tokens, self.megabytes, self.repeats) < 1:
-            raise MisuseError(f"at least one of everything: {self}")
+        if self.runs < 1 or self.warmup < 1 or self.threads < 0 or not self.ways:
+            raise MisuseError(f"at least one run, one warm-up (the pages' first touch) and one way: {self.ways}")
+        if len({(way.transport, way.chunk_bytes, way.threads) for way in self.ways}) > 1:
+            raise MisuseError("ways that are measured in turn differ in mode and digests only")
+
+
+# -- both workers --------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Outcome:
+    offer_s: float
+    fetch_s: float
+    edges: list[dict[str, Any]]
 
     @property
-    def big_tokens(self) -> int:
-        """Tokens whose rows are about ``megabytes``."""
-        spec = spec_from_config(_CONFIG)
-        paged = [c for c in spec.components if c.growth is not Growth.PER_REQUEST]
-        per_token = sum(c.row_elems * DTYPE_BYTES[c.dtype] * len(c.layers) for c in paged)
-        return max(self.small_tokens, (self.megabytes << 20) // per_token)
+    def nbytes(self) -> int:
+        return sum(edge["nbytes"] for edge in self.edges)
+
+    @property
+    def wire_bytes(self) -> int:
+        return sum(edge["nbytes"] for edge in self.edges if not edge["relay"])
 
 
-def bench_handoff(options: HandoffOptions, tick: Tick) -> dict[str, Any]:
-    """Measure every way; returns a JSON-ready value."""
-    tick("contiguous copy")
-    nbytes = options.megabytes << 20
-    copy = contiguous_copy(nbytes, max(3, options.repeats // 2))
-    return {
-        "what": "offer and fetch between two processes, one rank each, 8-layer hybrid, TP 1 to TP 1",
-        "targets": {"added_p50_ms": ADDED_TARGET_MS, "request": "small", "way": WAYS[0].name},
-        "contiguous_copy": {"nbytes": nbytes, "gb_per_s": nbytes / quantile(copy.wall_s, 0.5) / 1e9},
-        "ways": [_run_way(way, options, tick) for way in options.ways],
-    }
+class _Workers:
+    """The agents of both workers. A context manager."""
 
+    def __init__(self, options: Options, clock: Clock) -> None:
+        self.case, self._stack, self._number, self._edges = options.case, ExitStack(), 0, 0
+        way = options.ways[0]
+        processes = "one" if way.transport == "memory" else options.processes
+        try:
+            if options.peer:
+                away = Away(options.peer, clock, case=self.case.to_json(), way=way.to_json())
+                self.source: Peers = _Remote(self._stack.enter_context(away))
+            else:
+                self.source, _ = _local(self.case, way, "prefill", processes, clock, self._stack)
+            self.target, addresses = _local(self.case, way, "decode", processes, clock, self._stack)
+            self.target.ask(do="siblings", addresses=addresses)
+        except BaseException:
+            self._stack.close()
+            raise
 
-def _layout(tokens: int, *, target: bool) -> Layout:
-    storage = Storage(page_tokens=_PAGE_TOKENS, pages=-(-tokens // _PAGE_TOKENS) + 8, slots=4)
-    del target  # the two engines are alike: the copy is as cheap as it can be, and all else shows
-    return build_layout(spec_from_config(_CONFIG), Parallel(), storage)
+    def once(self, way: Way) -> _Outcome:
+        """Hand all requests over, at once."""
+        self._number += 1
+        transfers = [f"bench-{self._number}-{i}" for i in range(self.case.concurrency)]
+        offers = self.source.ask(do="offer", transfers=transfers)
+        parts = [rank_tickets for offer in offers for _, rank_tickets in offer["tickets"]]
+        tickets = [Ticket.join([Ticket.decode(part) for part in one]).encode() for one in zip(*parts, strict=True)]
+        fetched = self.target.ask(do="fetch", tickets=tickets, mode=way.mode, digests=way.digests)
+        fetch_s = max(f["ended"] for f in fetched) - min(f["started"] for f in fetched)
+        edges = [edge for f in fetched for edge in f["edges"]]
+        self._edges += len(edges)
+        return _Outcome(max(offer["seconds"] for offer in offers), fetch_s, edges)
 
+    def check(self, way: Way) -> int:
+        """Clear the target, hand over once more, and compare every byte of both; returns bytes of the target."""
+        self.target.ask(do="clear")
+        self.once(way)
+        self.source.ask(do="check")
+        return sum(int(found["nbytes"]) for found in self.target.ask(do="check"))
 
-def _config(way: Way, worker: str) -> AgentConfig:
-    return AgentConfig(worker=worker, transports=(way.transport,), mode=way.mode, digests=way.digests)
-
-
-def _run_way(way: Way, options: HandoffOptions, tick: Tick) -> dict[str, Any]:
-    tick(f"{way.name}: start")
-    layout = _layout(options.big_tokens, target=True)
-    asked = {"transport": way.transport, "mode": way.mode, "digests": way.digests, "tokens": options.big_tokens}
-    with Child(_MODULE, **asked) as child, Agent(_config(way, "decode")) as agent:
-        address = child.hear()["address"]
-        regions = agent.allocate(layout.ranks[0])
-        agent.attach(layout, regions)
-        agent.start()
-        bench = _HandoffBench(child, agent, layout, [np.frombuffer(r.view, np.uint8) for r in regions])
-        sizes = {"small": (options.small_tokens, 10 * options.repeats), "big": (options.big_tokens, options.repeats)}
-        requests = [bench.run(name, *size, lambda what: tick(f"{way.name}: {what}")) for name, size in sizes.items()]
-        agent.check_integrity()
-        with ControlClient(address) as client:
-            call = repeat(client.health, 10 * options.repeats, warmup=5)
-        source = child.ask(do="check")
-        return {"way": way.name, "requests": requests, "control_call": call.to_json(), "source": source}
-
-
-class _HandoffBench:
-    """One pair of agents."""
-
-    def __init__(self, child: Child, agent: Agent, layout: Layout, buffers: list[Any]) -> None:
-        self.child, self.agent, self.layout, self.buffers = child, agent, layout, buffers
-        self._alone = [np.ones_like(b) for b in buffers]
-        self._number = 0
-        self._rng = np.random.default_rng(0)
-
-    def run(self, name: str, tokens: int, repeats: int, tick: Tick) -> dict[str, Any]:
-        """Fetch one size of request ``repeats`` times, after two times for nothing."""
-        tables = _tables(self.layout, tokens, self._rng)
-        copy = _CopyAlone(self.layout, tokens, self._alone, self.buffers, tables)
-        offer, fetch, alone = Samples(), Samples(), Samples()
-        stages: Counter[str] = Counter()
-        before = self.child.ask(do="calls")
-        for number in range(repeats + 2):
-            tick(name)
-            into = (offer, fetch, alone) if number > 1 else (Samples(), Samples(), Samples())
-            edges = self._once(tokens, tables, into[0], into[1])
-            into[2].time(copy.run)
-            for edge in edges if number > 1 else ():
-                stages.update(edge.seconds)
-        calls = Counter(self.child.ask(do="calls"))
-        calls.subtract(before)
-        payload = sum(edge.payload_bytes for edge in edges)
-        total = [o + f for o, f in zip(offer.wall_s, fetch.wall_s, strict=True)]
-        added = [t - quantile(alone.wall_s, 0.5) for t in total]
+    def facts(self) -> dict[str, Any]:
+        """Control calls for each edge of each request, and the most anonymous memory that a process has."""
+        found = [*self.source.ask(do="facts"), *self.target.ask(do="facts")]
+        calls: Counter[str] = Counter()
+        for one in found:
+            calls.update(one["calls"])
+        calls.pop("describe", None)
         return {
-            "request": name,
-            "tokens": tokens,
-            "payload_bytes": payload,
-            "messages": sum(edge.messages for edge in edges),
-            "mode": edges[0].mode,
-            "rpcs_per_request": {call: n / (repeats + 2) for call, n in calls.items()},
-            "offer": offer.to_json(),
-            "fetch": fetch.to_json(),
-            "copy_alone": alone.to_json(),
-            "added_ms": {f"p{q}": quantile(added, q / 100) * 1e3 for q in (50, 90, 99)},
-            "gb_per_s": payload / quantile(fetch.wall_s, 0.5) / 1e9,
-            "copy_alone_gb_per_s": payload / quantile(alone.wall_s, 0.5) / 1e9,
-            "stage_ms": {stage: 1e3 * s / repeats for stage, s in sorted(stages.items())},
+            "calls_per_edge": calls.total() / (self._edges * self.case.concurrency),
+            "own_bytes_max": max(one["own_bytes"] for one in found),
         }
 
-    def _once(self, tokens: int, tables: dict[str, list[int]], offer: Samples, fetch: Samples) -> tuple[EdgeStats, ...]:
-        self._number += 1
-        said = self.child.ask(do="offer", transfer=f"bench-{self._number}", tokens=tokens)
-        offer.wall_s.append(said["offer_s"])
-        offer.cpu_s.append(said["offer_s"])
-        ticket = Ticket.decode(said["ticket"])
-        received: list[Received] = []
-        fetch.time(lambda: received.append(self.agent.fetch(ticket, tables, timeout_s=_WAIT_S)))
-        received[0].release()
-        return received[0].edges
+    def __enter__(self) -> _Workers:
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self._stack.__exit__(*exc)
 
 
-class _CopyAlone:
-    """The request's bytes from page to page in one process, thought out before."""
-
-    def __init__(
-        self, layout: Layout, tokens: int, source: list[Any], target: list[Any], tables: dict[str, list[int]]
-    ) -> None:
-        plan = make_plan(layout, layout)
-        shape = RequestShape(kv_tokens=tokens)
-        self._program = EdgeProgram(plan, Edge(0, 0, False), shape, chunk_bytes=AgentConfig(worker="x").chunk_bytes)
-        self._source, self._target = Side(layout.ranks[0], source, tables), Side(layout.ranks[0], target, tables)
-        packing.prepare(self._program, self._source, self._target, digests=False)
-
-    def run(self) -> None:
-        """Copy."""
-        for segment in self._segments():
-            packing.direct(self._program, segment, self._source, self._target)
-
-    def _segments(self) -> Iterator[Segment]:
-        return (segment for chunk in self._program.chunks for segment in chunk.segments)
+def _local(
+    case: Case, way: Way, end: End, processes: str, clock: Clock, stack: ExitStack, host: str = ""
+) -> tuple[Peers, list[Any]]:
+    """Start one worker's agents here; returns them and the control addresses by rank."""
+    every = list(range(len(case.layout(end))))
+    groups = [[rank] for rank in every] if processes == "rank" else [every]
+    asked = {"case": case.to_json(), "way": way.to_json(), "end": end, "host": host}
+    inside = processes == "one"
+    lines = [
+        stack.enter_context(Child(ranks.serve, clock, inside=inside, **asked, ranks=group))  # type: ignore[arg-type]
+        for group in groups
+    ]
+    return Group(lines), [address for line in lines for address in line.hear()["addresses"]]
 
 
-def _tables(layout: Layout, tokens: int, rng: np.random.Generator) -> dict[str, list[int]]:
-    """Scattered pages and a slot."""
-    found = {}
-    for name, holding in layout.ranks[0].tables().items():
-        count = 1 if name.startswith("state") else -(-tokens // holding.page_rows)
-        found[name] = rng.permutation(holding.pages)[:count].tolist()
+class _Remote:
+    """A source on another host, behind ``serve_source``."""
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+        line.hear()
+
+    def ask(self, **question: Any) -> list[dict[str, Any]]:
+        """Ask all its ranks; their answers in order."""
+        found: list[dict[str, Any]] = self._line.ask(**question)["answers"]
+        return found
+
+
+def serve_source(line: Line, *, case: dict[str, Any], way: dict[str, Any], host: str) -> None:
+    """Play the source for a bench on another host."""
+    with ExitStack() as stack:
+        group, addresses = _local(Case.from_json(case), Way(**way), "prefill", "rank", line.clock, stack, host)
+        line.tell(addresses=addresses)
+        for question in line.questions():
+            line.tell(answers=group.ask(**question))
+
+
+# -- measuring -----------------------------------------------------------------------------------
+
+
+def bench_handoff(options: Options, tick: Tick, clock: Clock) -> dict[str, Any]:
+    """Measure one case; returns a JSON-ready value with one row per way, engine, and for the ceiling.
+
+    Raises:
+        DeadlineError: the clock was over before anything was measured. PdxferError: a hand-off failed.
+        CorruptError: the bytes are not what they must be.
+    """
+    notes: list[str] = []
+    _check_memory(options)
+    with _Workers(options, clock) as workers:
+        tick(f"{options.label}: warm-up")
+        first, *_ = [workers.once(way) for way in options.ways for _ in range(options.warmup)]
+        transport = "/".join(sorted({edge["transport"] for edge in first.edges if not edge["relay"]}))
+        chunk_bytes, threads = options.ways[0].chunk_bytes, _threads(options, first)
+        with Ceiling(options.case, transport, chunk_bytes=chunk_bytes, threads=threads, clock=clock) as ceiling:
+            ceiling.run()
+            rounds = _rounds(options, workers, ceiling, tick, clock, notes)
+            verified = 0
+            if options.verify:
+                tick(f"{options.label}: verify")
+                ceiling.check()
+                verified = sum(workers.check(way) for way in options.ways)
+            host_memory, name, logical = not ceiling.by_hand, ceiling.name, int(ceiling.facts["runs"])
+        facts = {**workers.facts(), "verified_bytes": verified}
+    base = _identity(options, transport)
+    ceilings = [seconds for turn in rounds for seconds, _ in turn]
+    nbytes = first.nbytes
+    rows = [{**base, **_row(name, "ceiling", ceilings, ceilings, nbytes), "descriptors_logical": logical}]
+    for way, found in zip(options.ways, zip(*rounds, strict=True), strict=True):
+        rows.append({**base, **_handoff_row(way, found, logical), **facts})
+    if options.engines and host_memory:
+        rows += [{**base, **row} for row in _engine_rows(options, ceilings, nbytes, tick, clock, notes)]
+    return {"what": _title(options, transport), "rows": rows, "edges": _plain_edges(first), "notes": notes}
+
+
+def _check_memory(options: Options) -> None:
+    """Refuse what would not fit: both workers' caches, and as much again for what they are compared with."""
+    ends: tuple[End, End] = ("prefill", "decode")
+    caches = sum(r.nbytes for end in ends for rank in options.case.layout(end).ranks for r in rank.regions)
+    with open("/proc/meminfo", encoding="ascii") as file:
+        free = next(int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable"))
+    if 2 * caches > 0.9 * free:
+        what = f"{options.label} needs {2 * caches / 2**30:.1f} GiB, this machine has {free / 2**30:.1f} free"
+        raise ExhaustedError(what, hint="fewer --layers, --tokens or --concurrency")
+
+
+def _rounds(
+    options: Options, workers: _Workers, ceiling: Ceiling, tick: Tick, clock: Clock, notes: list[str]
+) -> list[list[tuple[float, _Outcome]]]:
+    """Run after run, each way with the ceiling right before it; ends early when the time would not do."""
+    found: list[list[tuple[float, _Outcome]]] = []
+    before_s = clock.left_s()
+    for number in range(options.runs):
+        left_s = clock.left_s()
+        if number and left_s < 3 * (before_s - left_s):
+            notes.append(f"{options.label}: {number} of {options.runs} runs, since --max-time comes to its end")
+            break
+        before_s = left_s
+        turn = []
+        for way in options.ways:
+            tick(f"{options.label}: {number + 1} of {options.runs}")
+            turn.append((ceiling.run(), workers.once(way)))
+        found.append(turn)
     return found
 
 
-class _CountingAgent(Agent):
-    """An agent that counts the calls it answers."""
-
-    def __init__(self, config: AgentConfig) -> None:
-        self.calls: Counter[str] = Counter()
-        super().__init__(config)
-
-    def describe(self, message: Describe, *, deadline_s: float) -> Description:
-        self.calls["Describe"] += 1
-        return super().describe(message, deadline_s=deadline_s)
-
-    def open(self, message: Open, *, deadline_s: float) -> Opened:
-        self.calls["Open"] += 1
-        return super().open(message, deadline_s=deadline_s)
-
-    def complete(self, message: Complete, *, deadline_s: float) -> Completed:
-        self.calls["Complete"] += 1
-        return super().complete(message, deadline_s=deadline_s)
-
-    def abort(self, message: Abort, *, deadline_s: float) -> Completed:
-        self.calls["Abort"] += 1
-        return super().abort(message, deadline_s=deadline_s)
-
-    def renew(self, message: Renew, *, deadline_s: float) -> Renewed:
-        self.calls["Renew"] += 1
-        return super().renew(message, deadline_s=deadline_s)
+def _threads(options: Options, first: _Outcome) -> int:
+    """Of the ceiling: as many as copy at the same time in the hand-off, unless there are fewer cores."""
+    at_once = len(first.edges) * options.case.concurrency * max(1, options.ways[0].threads)
+    return options.threads or min(len(os.sched_getaffinity(0)), at_once)
 
 
-def _child(transport: str, mode: str, digests: bool, tokens: int) -> None:
-    """The source's process: offers what it is asked to."""
-    way = Way(name="", transport=transport, mode=mode, digests=digests)
-    layout, rng = _layout(tokens, target=False), np.random.default_rng(1)
-    agent = _CountingAgent(_config(way, "prefill"))
-    with agent:
-        regions = agent.allocate(layout.ranks[0])
-        for region in regions:
-            view = np.frombuffer(region.view, np.uint8)
-            view[:] = np.frombuffer(rng.bytes(len(view)), np.uint8)
-        agent.attach(layout, regions)
-        agent.start()
-        answer(address=agent.address)
-        tables: dict[int, dict[str, list[int]]] = {}
-        for question in questions():
-            if question["do"] == "offer":
-                n = question["tokens"]
-                mine = tables.setdefault(n, _tables(layout, n, rng))
-                spent, tickets = Samples(), list[Ticket]()
-                spent.time(
-                    lambda q=question, n=n, mine=mine, into=tickets: into.append(  # type: ignore[misc]
-                        Ticket.join([agent.offer(q["transfer"], mine, kv_tokens=n)])
-                    )
-                )
-                answer(ticket=tickets[0].encode(), offer_s=spent.wall_s[0])
-            elif question["do"] == "calls":
-                answer(**agent.calls)
-            else:
-                agent.check_integrity()
-                answer(pages=agent.memory.ledger.counts())
+def _identity(options: Options, transport: str) -> dict[str, Any]:
+    case = options.case
+    names = ("prefill_tp", "decode_tp", "page_tokens", "tokens", "concurrency", "fragmentation", "seed", "placement")
+    return {"case": options.label, **options.facts, **{n: getattr(case, n) for n in names}, "transport": transport}
 
 
-if __name__ == "__main__":
-    import json
-    import sys
+def _title(options: Options, transport: str) -> str:
+    case = options.case
+    model = options.facts.get("model", case.spec.model)
+    return (
+        f"{model}, {case.spec.num_layers} layers, {case.tokens:,} tokens x {case.concurrency}, TP {case.prefill_tp} to"
+        f" {case.decode_tp}, {case.page_tokens}-token pages, fragmentation {case.fragmentation:g}, {transport}"
+    )
 
-    _child(**json.loads(sys.argv[1]))
+
+def _row(name: str, kind: str, seconds: Sequence[float], ceilings: Sequence[float], nbytes: int) -> dict[str, Any]:
+    """Times of one row; its share of the ceiling is of each run beside the ceiling's right before it."""
+    shares = [100 * c / s for c, s in zip(ceilings, seconds, strict=True)]
+    p50, p90, p99 = (quantile(seconds, q) * 1e3 for q in (0.5, 0.9, 0.99))
+    return {
+        "row": name,
+        "kind": kind,
+        "runs": len(seconds),
+        "min_ms": min(seconds) * 1e3,
+        "p50_ms": p50,
+        "p90_ms": p90,
+        "p99_ms": p99,
+        "spread_pct": 100 * (p90 - quantile(seconds, 0.1) * 1e3) / p50,
+        "gb_per_s": nbytes / p50 / 1e6,
+        "pct_of_ceiling": quantile(shares, 0.5),
+        "pct_of_ceiling_p10": quantile(shares, 0.1),
+        "pct_of_ceiling_p90": quantile(shares, 0.9),
+        "bytes_payload": nbytes,
+    }
+
+
+def _handoff_row(way: Way, found: Sequence[tuple[float, _Outcome]], logical: int) -> dict[str, Any]:
+    outcomes, ceilings = [outcome for _, outcome in found], [seconds for seconds, _ in found]
+    total = [o.offer_s + o.fetch_s for o in outcomes]
+    one = outcomes[-1]
+    network = [edge for edge in one.edges if not edge["relay"]]
+    stages: dict[str, list[float]] = {}
+    for outcome in outcomes:
+        spent: Counter[str] = Counter()
+        for edge in outcome.edges:
+            spent.update({_STAGES.get(name, name): seconds for name, seconds in edge["seconds"].items()})
+        for name in {*spent, *_STAGES.values()}:
+            stages.setdefault(name, []).append(spent[name])
+    mode = "/".join(sorted({edge["mode"] for edge in network}))
+    if len({(o.nbytes, o.wire_bytes) for o in outcomes}) > 1:
+        raise InternalError("two hand-offs of one case moved different numbers of bytes")
+    return {
+        **_row(f"pdxfer {mode}, {'digests' if way.digests else 'no digests'}", "pdxfer", total, ceilings, one.nbytes),
+        "mode": mode,
+        "digests": way.digests,
+        "offer_p50_ms": 1e3 * quantile([o.offer_s for o in outcomes], 0.5),
+        "fetch_p50_ms": 1e3 * quantile([o.fetch_s for o in outcomes], 0.5),
+        "added_p50_ms": 1e3 * quantile([t - c for t, c in zip(total, ceilings, strict=True)], 0.5),
+        **{f"{name}_ms": 1e3 * quantile(seconds, 0.5) for name, seconds in sorted(stages.items())},
+        "descriptors_logical": logical,
+        "descriptors_posted": sum(edge["messages"] for edge in network),
+        "bytes_wire": one.wire_bytes,
+        "dedup_ratio": one.nbytes / one.wire_bytes if one.wire_bytes else 1.0,
+    }
+
+
+def _plain_edges(outcome: _Outcome) -> list[dict[str, Any]]:
+    return [{name: value for name, value in edge.items() if name != "seconds"} for edge in outcome.edges]
+
+
+def _engine_rows(
+    options: Options, ceilings: Sequence[float], nbytes: int, tick: Tick, clock: Clock, notes: list[str]
+) -> Iterator[dict[str, Any]]:
+    """Others on the same bytes. Their idle threads take time, so the ceiling is not measured beside them again."""
+    middle = quantile(ceilings, 0.5)
+    for engine in ENGINES:
+        if why := missing(engine):
+            notes.append(f"{engine.name} can't be used here: {why}")
+            continue
+        tick(f"{options.label}: {engine.name}")
+        seconds: list[float] = []
+        verified = 0
+        try:
+            with Pair(engine, options.case, clock) as pair:
+                for number in range(options.warmup + options.runs):
+                    spent = pair.run()
+                    if number >= options.warmup:
+                        seconds.append(spent)
+                if options.verify:
+                    verified = pair.check()
+        except PdxferError as error:
+            notes.append(f"{engine.name} after {len(seconds)} runs: {error.message}")
+        if seconds:
+            row = _row(engine.name, "engine", seconds, [middle] * len(seconds), nbytes)
+            posted = {"descriptors_logical": pair.descriptors, "descriptors_posted": pair.descriptors}
+            yield {**row, **posted, "bytes_wire": nbytes, "dedup_ratio": 1.0, "verified_bytes": verified}

@@ -25,7 +25,7 @@ from pdxfer.kernels import native_available
 
 __all__ = ["SCHEMA_VERSION", "Ratio", "Samples", "Tick", "against", "contiguous_copy", "machine", "quantile", "repeat"]
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 #: Called with a label before each step, to show progress.
 Tick = Callable[[str], None]
 

@@ -3,13 +3,14 @@
 In come repeats; out come rows of times and counts. *Cold* is all that two workers pay once when they meet: both
 layout digests, the plan with its proof, and the plan digest, on layouts never seen before. *Per request* is all that
 one target rank does for one request before its first byte moves: the program (rows, segments, chunks) of every edge
-that ends at it, and its page tables applied at both ends.
+that ends at it, and its page tables applied at both ends. How both grow with ranks, layers and tokens is measured in
+the first placement.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from pdxfer.packing import Buffers, EdgeProgram, RequestShape, Side
 from pdxfer.plan import Edge, Plan, make_plan
 from pdxfer.spec import CacheSpec
 
-__all__ = ["COLD_TARGET_MS", "REQUEST_TARGET_MS", "PlanOptions", "bench_plan"]
+__all__ = ["COLD_TARGET_MS", "REQUEST_TARGET_MS", "PlanOptions", "bench_plan", "growth_points"]
 
 COLD_TARGET_MS = 50.0
 REQUEST_TARGET_MS = 1.0
@@ -50,9 +51,8 @@ class PlanOptions:
 
 def bench_plan(options: PlanOptions, tick: Tick) -> dict[str, Any]:
     """Measure; returns a JSON-ready value with one row per placement."""
-    config = {**load_config(_PRESET), "num_hidden_layers": options.layers}
-    spec = spec_from_config(config)
-    rows = [_placement(spec, options, placement, tick) for placement in PLACEMENTS]
+    rows = [_placement(options, placement, tick) for placement in PLACEMENTS]
+    flat = [_flat(row, options, "") for row in rows] + list(_growth(options, tick))
     tick("contiguous copy")
     nbytes = options.megabytes << 20
     copy = contiguous_copy(nbytes, options.repeats)
@@ -61,8 +61,30 @@ def bench_plan(options: PlanOptions, tick: Tick) -> dict[str, Any]:
         f"{options.tokens} tokens at {options.page_tokens}-token pages",
         "targets": {"cold_ms": COLD_TARGET_MS, "request_ms": REQUEST_TARGET_MS},
         "placements": rows,
+        "rows": flat,
         "contiguous_copy": {"nbytes": nbytes, "gb_per_s": nbytes / sorted(copy.wall_s)[len(copy.wall_s) // 2] / 1e9},
     }
+
+
+def growth_points(options: PlanOptions) -> list[tuple[str, PlanOptions]]:
+    """What grows, and sizes up to those asked for (four times as many tokens), with fewer repeats."""
+    some = replace(options, repeats=max(2, options.repeats // 5))
+    ranks = {max(1, options.ranks // n) for n in (8, 4, 2, 1)}
+    layers = {max(4, options.layers // n) for n in (4, 2, 1)}
+    tokens = {max(1, int(options.tokens * n)) for n in (0.25, 1, 4)}
+    sizes = (("ranks", ranks), ("layers", layers), ("tokens", tokens))
+    return [(what, replace(some, **{what: n})) for what, values in sizes for n in sorted(values)]
+
+
+def _growth(options: PlanOptions, tick: Tick) -> Iterator[dict[str, Any]]:
+    for what, point in growth_points(options):
+        yield _flat(_placement(point, PLACEMENTS[0], tick), point, what)
+
+
+def _flat(row: Mapping[str, Any], options: PlanOptions, growth: str) -> dict[str, Any]:
+    times = {f"{part}_{q}_ms": row[part][f"{q}_ms"] for part in ("cold", "request") for q in ("p50", "p90", "p99")}
+    sizes = {"ranks": options.ranks, "layers": options.layers, "tokens": options.tokens}
+    return {"placement": row["placement"], **sizes, "growth": growth, **times, **row["counts"]}
 
 
 def _layouts(spec: CacheSpec, options: PlanOptions, placement: str, extra_pages: int) -> tuple[Layout, Layout]:
@@ -74,7 +96,8 @@ def _layouts(spec: CacheSpec, options: PlanOptions, placement: str, extra_pages:
     return build_layout(spec, parallel, here, placement), build_layout(spec, parallel, there, placement)
 
 
-def _placement(spec: CacheSpec, options: PlanOptions, placement: str, tick: Tick) -> dict[str, Any]:
+def _placement(options: PlanOptions, placement: str, tick: Tick) -> dict[str, Any]:
+    spec = spec_from_config({**load_config(_PRESET), "num_hidden_layers": options.layers})
     parts = {name: Samples() for name in ("layout_digests", "plan", "plan_digest", "cold")}
     found: list[Plan] = []
     for number in range(options.repeats + 1):

@@ -39,7 +39,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 
 # module that an optional command may miss -> the extra that brings it
-EXTRAS = {"aiohttp": "proxy", "torch": "hf", "transformers": "hf"}
+EXTRAS = {"aiohttp": "proxy", "matplotlib": "bench", "torch": "hf", "transformers": "hf"}
 
 
 @dataclass(slots=True)

@@ -44,6 +44,7 @@ def _count(name: str, default: int, text: str, least: int = 1) -> Callable[..., 
 
 _listen = click.option("--listen", default="", metavar="ADDRESS", help="Play the other end at tcp://host:port.")
 _peer = click.option("--peer", default="", metavar="ADDRESS", help="The other end, on another host, at --listen there.")
+_insecure = click.option("--insecure", is_flag=True, help="Other hosts may come and be met, with nobody authenticated.")
 _max_time = click.option("--max-time", type=click.FloatRange(1), default=1800, show_default=True, help="Seconds.")
 _csv = click.option("--csv", "as_csv", is_flag=True, help="Print rows of comma-separated values.")
 _save_as = click.option("--save", default="", metavar="FILE", help="Write the JSON object there, too.")
@@ -128,7 +129,7 @@ def copy(names: tuple[str, ...], repeats: int, megabytes: int, as_json: bool) ->
 )
 @click.option("--check-consistency/--no-check-consistency", "--check_consistency", default=True, show_default=True,
               help="Compare the bytes of each size's last iteration.")  # fmt: skip
-@_choices(_listen, _peer, _max_time, _json, _csv, _save_as)
+@_choices(_listen, _peer, _insecure, _max_time, _json, _csv, _save_as)
 def link(transports: str, op_type: str, listen: str, peer: str, max_time: float, as_json: bool, as_csv: bool,
          save: str, **sizes: Any) -> None:  # fmt: skip
     """Sweep block and batch sizes over raw transports, with nixlbench's names and columns."""
@@ -179,7 +180,7 @@ def link(transports: str, op_type: str, listen: str, peer: str, max_time: float,
 @click.option("--suite", type=click.Choice(["reference"]), help="Measure and judge all that hand-offs promise.")
 @click.option("--only", multiple=True, metavar="GROUP", help="Only this group of the suite; may be repeated.")
 @_count("--shrink", 1, "Divide the suite's tokens, to try it out.")
-@_choices(_listen, _peer, _max_time, _json, _csv, _save_as)
+@_choices(_listen, _peer, _insecure, _max_time, _json, _csv, _save_as)
 def handoff(
     suite: str | None, listen: str, max_time: float, as_json: bool, as_csv: bool, save: str, **asked: Any
 ) -> int:
@@ -208,7 +209,7 @@ def handoff(
 
 
 def _handoff_options(model: str, layers: int, transport: str, mode: str, digest: bool, chunk: str, runs: int,
-                     warmup: int, threads: int, processes: Any, engines: bool, verify: bool, peer: str,
+                     warmup: int, threads: int, processes: Any, engines: bool, verify: bool, peer: str, insecure: bool,
                      **case: Any) -> Any:  # fmt: skip
     from pdxfer.bench.case import Case, load_spec
     from pdxfer.bench.handoff import Options
@@ -216,7 +217,8 @@ def _handoff_options(model: str, layers: int, transport: str, mode: str, digest:
     from pdxfer.sizing import parse_bytes
 
     spec = load_spec(model, page_tokens=case["page_tokens"], layers=layers)
-    way = Way(transport=transport, mode=mode, digests=digest, chunk_bytes=parse_bytes(chunk), threads=threads)
+    way = Way(transport=transport, mode=mode, digests=digest, chunk_bytes=parse_bytes(chunk), threads=threads,
+              insecure=insecure)  # fmt: skip
     facts = {"model": model, "layers": spec.num_layers}
     return Options(
         case=Case(spec=spec, **case), facts=facts, ways=(way,), runs=runs, warmup=warmup, threads=threads,

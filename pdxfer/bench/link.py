@@ -45,6 +45,7 @@ class Options:
     num_threads: int = 1
     check_consistency: bool = True
     peer: str = ""
+    insecure: bool = False
 
     def __post_init__(self) -> None:
         if self.op_type not in ("WRITE", "READ"):
@@ -84,9 +85,9 @@ def bench_link(options: Options, tick: Tick, clock: Clock) -> dict[str, Any]:
 
 def _sweep(scheme: str, options: Options, tick: Tick, clock: Clock, notes: list[str]) -> Iterator[dict[str, Any]]:
     asked: dict[str, Any] = {"scheme": scheme, "op_type": options.op_type, "threads": options.num_threads,
-             "nbytes": options.total_buffer_size}  # fmt: skip
+             "nbytes": options.total_buffer_size, "insecure": options.insecure}  # fmt: skip
     with ExitStack() as stack:
-        transport = stack.enter_context(create_transport(scheme))
+        transport = stack.enter_context(_transport(scheme, options.insecure))
         away = Away(options.peer, clock, **asked) if options.peer else None
         line = stack.enter_context(away or Child(serve, clock, inside=scheme == "memory", **asked))
         sweep = _Sweep(transport, line, options)
@@ -97,6 +98,10 @@ def _sweep(scheme: str, options: Options, tick: Tick, clock: Clock, notes: list[
             tick(f"{scheme}: {block} B x {batch}")
             yield {"transport": scheme, "op_type": options.op_type, "threads": options.num_threads,
                    **sweep.measure(block, batch)}  # fmt: skip
+
+
+def _transport(scheme: str, insecure: bool) -> Transport:
+    return create_transport(scheme, **({"insecure": True} if insecure else {}))
 
 
 @dataclass(slots=True)
@@ -219,10 +224,11 @@ def _compare(found: Any) -> None:
         raise CorruptError("*", f"byte {at} of {len(found)} did not come as it was")
 
 
-def serve(line: Line, *, scheme: str, op_type: str, threads: int, nbytes: int, host: str = "") -> None:
+def serve(
+    line: Line, *, scheme: str, op_type: str, threads: int, nbytes: int, host: str = "", insecure: bool = False
+) -> None:
     """The other end: takes blocks, or lets its memory be read."""
-    options = {"allow_remote": True} if host else {}
-    with create_transport(scheme, **options) as transport:
+    with _transport(scheme, insecure) as transport:
         listener = transport.listen(f"{scheme}://{host}:0" if host else "")
         memory = [transport.allocate(nbytes, "blocks") for _ in range(threads)]
         channels: list[Channel] = []

@@ -42,6 +42,7 @@ class Way:
 
     Attributes:
         chunk_bytes: bound of a message. threads: of one agent's copies, 0 for its own choice.
+        insecure: meet other hosts, with nobody authenticated.
     """
 
     transport: str = "shm"
@@ -49,6 +50,7 @@ class Way:
     digests: bool = True
     chunk_bytes: int = 8 << 20
     threads: int = 0
+    insecure: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -64,18 +66,13 @@ class Way:
             more["threads"] = self.threads
         config = AgentConfig(
             worker=worker, rank=rank, mode=self.mode, digests=self.digests, chunk_bytes=self.chunk_bytes,
-            arena_bytes=max(8 * self.chunk_bytes, 64 << 20), lease_s=120.0, call_s=60.0, stall_s=60.0, **more,
+            arena_bytes=max(8 * self.chunk_bytes, 64 << 20), lease_s=120.0, call_s=60.0, stall_s=60.0,
+            insecure=self.insecure, **more,
         )  # fmt: skip
         if not host:
             return config
         away = [scheme for scheme in config.transports if scheme not in ("shm", "memory")]
-        return replace(
-            config,
-            control=(f"tcp://{host}:0",),
-            listen={scheme: f"{scheme}://{host}:0" for scheme in away},
-            transport_options={scheme: {"allow_remote": True} for scheme in away},
-            allow_remote=True,
-        )
+        return replace(config, control=(f"tcp://{host}:0",), listen={s: f"{s}://{host}:0" for s in away})
 
 
 def serve(line: Line, *, case: dict[str, Any], way: dict[str, Any], end: End, ranks: list[int], host: str = "") -> None:

@@ -20,7 +20,7 @@ from pdxfer.bench.ceiling import Ceiling
 from pdxfer.bench.cli import bench
 from pdxfer.bench.handoff import Options, bench_handoff
 from pdxfer.bench.measure import SCHEMA_VERSION
-from pdxfer.bench.peer import Child, Clock
+from pdxfer.bench.peer import Child, Clock, Line
 from pdxfer.bench.ranks import Way, _Ranks
 from pdxfer.bench.runs import moves
 from pdxfer.bench.suite import bench_suite
@@ -144,7 +144,7 @@ def test_handoff_counts() -> None:
     assert row["dedup_ratio"] == pytest.approx((state + 2 * mla) / (state + mla))
     assert row["descriptors_posted"] == len([e for e in plan.edges if not e.relay])
     assert row["descriptors_logical"] == ceiling["descriptors_logical"]
-    assert row["calls_per_edge"] >= 1, "a sibling that is not ready is asked again"
+    assert row["calls_per_edge"] <= 4, "a sibling that is not ready is asked again"
     assert 0 < row["min_ms"] <= row["p50_ms"] <= row["p90_ms"] <= row["p99_ms"]
     assert 0 < row["pct_of_ceiling_p10"] <= row["pct_of_ceiling"] <= row["pct_of_ceiling_p90"]
     assert {f"{stage}_ms" for stage in ("plan", "pack", "wire", "unpack", "verify")} <= set(row)
@@ -192,7 +192,9 @@ def test_verification_after_the_runs_sees_a_byte_of_the_targets_memory() -> None
         with pytest.raises(CorruptError):
             target.answer("check")
         assert target.answer("facts")["calls"] == {}
-        assert source.answer("facts")["calls"] == {"describe": 1, "open": 1}
+        calls = source.answer("facts")["calls"]
+        assert calls["describe"] == 1
+        assert sum(calls.values()) <= 3
         with pytest.raises(MisuseError, match="no question"):
             target.answer("dance")
 
@@ -291,6 +293,17 @@ def test_a_child_that_ends_is_a_named_error() -> None:
         pytest.raises(PeerError, match="other process has ended"),
     ):
         child.hear()
+
+
+def _corrupt(line: Line) -> None:
+    del line
+    raise CorruptError("kv.k", "not as it was", hint="look")
+
+
+def test_a_corrupt_byte_elsewhere_is_corrupt_here() -> None:
+    with Child(_corrupt, Clock(60), inside=True) as child, pytest.raises(CorruptError) as caught:
+        child.hear()
+    assert (caught.value.message, caught.value.hint, caught.value.exit_code) == ("kv.k: not as it was", "look", 4)
 
 
 @pytest.mark.parametrize("inside", [False, True])

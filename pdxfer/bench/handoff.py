@@ -141,6 +141,8 @@ class _Workers:
         return self
 
     def __exit__(self, *exc: Any) -> None:
+        for peers in (self.source, self.target):
+            peers.close()  # all at once: each then only has to be waited for
         self._stack.__exit__(*exc)
 
 
@@ -170,6 +172,10 @@ class _Remote:
         """Ask all its ranks; their answers in order."""
         found: list[dict[str, Any]] = self._line.ask(**question)["answers"]
         return found
+
+    def close(self) -> None:
+        """Nobody asks any more."""
+        self._line.close()
 
 
 def serve_source(line: Line, *, case: dict[str, Any], way: dict[str, Any], host: str) -> None:

@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from pdxfer import errors
-from pdxfer.errors import DeadlineError, MisuseError, PdxferError, PeerError, TransportError
+from pdxfer.errors import CorruptError, DeadlineError, MisuseError, PdxferError, PeerError, TransportError
 from pdxfer.transport import parse_address
 
 __all__ = ["Away", "Child", "Clock", "Group", "Line", "Peers", "listen", "main"]
@@ -87,9 +87,7 @@ class Line:
         if not isinstance(said, dict):
             raise PeerError("the bench's other end does not speak our language")
         if "error" in said:
-            kind = getattr(errors, str(said["error"]), PeerError)
-            plain = isinstance(kind, type) and kind not in (errors.CorruptError, errors.IncompatibleError)
-            raise (kind if plain else PeerError)(str(said.get("message")), hint=str(said.get("hint", "")))
+            raise _raised(**said)
         return said
 
     def ask(self, **question: Any) -> dict[str, Any]:
@@ -111,6 +109,22 @@ class Line:
             os.close(fd)
 
 
+def _raised(error: str, message: str, hint: str, component: str) -> PdxferError:
+    """What the other end raised."""
+    if error == CorruptError.__name__:
+        return CorruptError(component, message.removeprefix(f"{component}: "), hint=hint)
+    kind = getattr(errors, error, PeerError)
+    if not (isinstance(kind, type) and issubclass(kind, PdxferError)) or kind is errors.IncompatibleError:
+        kind = PeerError
+    return kind(message, hint=hint)
+
+
+def _tell_error(line: Line, error: PdxferError) -> None:
+    with suppress(PeerError):
+        component = error.details.get("component", "*")
+        line.tell(error=type(error).__name__, message=error.message, hint=error.hint, component=component)
+
+
 Serve = Callable[..., None]
 
 
@@ -119,8 +133,7 @@ def _serve(serve: Serve, line: Line) -> None:
     try:
         serve(line, **line.hear())
     except PdxferError as error:
-        with suppress(PeerError):
-            line.tell(error=type(error).__name__, message=error.message, hint=error.hint)
+        _tell_error(line, error)
 
 
 def main(serve: Serve) -> None:
@@ -250,6 +263,9 @@ class Peers(Protocol):
     def ask(self, **question: Any) -> list[dict[str, Any]]:
         """Ask all at once; their answers in order."""
 
+    def close(self) -> None:
+        """Nobody asks any more, so that they end."""
+
 
 class Group:
     """Ends on this machine."""
@@ -262,3 +278,8 @@ class Group:
         for line in self._lines:
             line.tell(**question)
         return [line.hear() for line in self._lines]
+
+    def close(self) -> None:
+        """Nobody asks any more."""
+        for line in self._lines:
+            line.close()

@@ -31,6 +31,7 @@ from pdxfer.errors import (
     CorruptError,
     DeadlineError,
     ExhaustedError,
+    MisuseError,
     PdxferError,
     PeerError,
     StaleError,
@@ -42,7 +43,7 @@ from pdxfer.packing import Chunk, EdgeProgram, Segment, Side
 from pdxfer.transfer import Cancel, Intake
 from pdxfer.transport.base import Channel, Message, RemoteRegion
 
-__all__ = ["EdgeReader", "EdgeStats", "PeerChannel", "source_tables"]
+__all__ = ["EdgeReader", "EdgeStats", "PeerChannel", "source_regions", "source_tables"]
 
 _SLICE_S = 0.1  # how long a blocked thread stays deaf to cancel and close
 
@@ -129,7 +130,7 @@ class EdgeReader:
         source = self._import() if self.mode is Mode.DIRECT else None
         if source is not None:
             with self.stats.stage("plan"):
-                packing.prepare(self.program, source, self.target, digests=self.digests)
+                self._prepare(source)
         while not intake.complete:
             self._want(intake)
             if source is not None:  # the oldest wanted chunk is copied while the source digests it
@@ -163,6 +164,13 @@ class EdgeReader:
         except TransportError:
             return False
         return True
+
+    def _prepare(self, source: Side) -> None:
+        """Apply both sides' page tables. Ours were checked before: what does not fit now is the source's."""
+        try:
+            packing.prepare(self.program, source, self.target, digests=self.digests)
+        except MisuseError as error:
+            raise PeerError(f"the source's page tables can't be right: {error.message}", reason="PROTOCOL") from error
 
     def _want(self, intake: Intake) -> None:
         """Give the source credit for as many chunks as may be underway."""
@@ -258,6 +266,8 @@ class EdgeReader:
             done = frame.last
         if any(name not in tables or filled[name] < len(tables[name]) for name in wanted):
             raise PeerError(f"of page tables {sorted(wanted)} some entries are missing", reason="PROTOCOL")
+        if missing := source_regions(self.program) - self.peer.regions.keys():
+            raise PeerError(f"regions {sorted(missing)} of the source never came", reason="PROTOCOL")
         return Side(self.program.source_rank, self._region_buffers(), tables)
 
     def _adopt(self, region: int, message: Message) -> None:
@@ -316,3 +326,12 @@ def _reported(frame: wire.Fail) -> PdxferError:
 def source_tables(program: EdgeProgram) -> list[str]:
     """Names of the source's page tables that the edge's items use."""
     return sorted({program.source_rank.holdings[item.source_holding].table for item in program.items})
+
+
+def source_regions(program: EdgeProgram) -> set[int]:
+    """Numbers of the source's regions that the edge's items lie in."""
+    found: set[int] = set()
+    for item in program.items:
+        holding = program.source_rank.holdings[item.source_holding]
+        found.update(holding.at(layer)[0] for layer in item.layers)
+    return found

@@ -222,8 +222,8 @@ class Offer:
     ended: str = ""
     _sessions: dict[int, _Reader] = field(default_factory=dict)
 
-    def open(self, now_s: float, reader: int, readers: Iterable[int], session: bytes) -> None:
-        """Admit one reader under a fresh session. A reader that opens again replaces its own earlier session.
+    def open(self, now_s: float, reader: int, readers: Iterable[int], session: bytes) -> bytes:
+        """Admit one reader under a fresh session; returns its own earlier one, which this replaces, or nothing.
 
         Raises:
             StaleError: the lease is over or the transfer has ended. TicketError: not a reader, or already served.
@@ -242,6 +242,7 @@ class Offer:
         self.readers = expected
         self._sessions[reader] = _Reader(session)
         self.expires_s = now_s + self.lease_s
+        return b"" if earlier is None else earlier.session
 
     def check_live(self, now_s: float) -> None:
         """Raise StaleError when nothing may be read any more."""

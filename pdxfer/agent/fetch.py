@@ -156,6 +156,7 @@ class Fetch:
             self.ledger.fire(self.hold, Event.POST)
             self._mark("planned", f"{len(peers)} source ranks")
             self._move(plan, peers)
+            self._check_whole(plan)
             self.ledger.fire(self.hold, Event.ALL_IN)
             self._mark("all_in")
             self._await_readers()
@@ -226,6 +227,13 @@ class Fetch:
             self.agent.source.relay_ready(self.ticket.transfer)
         self._join(siblings)
 
+    def _check_whole(self, plan: Plan) -> None:
+        """READY is never a conclusion from silence: every edge of the plan has said that it is in and verified."""
+        me = self.agent.config.rank
+        due = {(rank, relay) for relay in (False, True) for rank in plan.sources(me, relay=relay)}
+        if missing := due - {(stats.source, stats.relay) for stats in self._stats}:
+            raise InternalError(f"{self.ticket.transfer}: edges {sorted(missing)} ended without a word")
+
     def _source(self, rank: int) -> Peer:
         part = self.ticket.rank(rank)
         return self.agent.peers.get(part.address, epoch=part.epoch, deadline_s=self.deadline_s)
@@ -261,7 +269,8 @@ class Fetch:
                 self._attempt(plan, edge, find(), fresh=True)
         except Exception as error:  # noqa: BLE001 - reported through the cancel flag, which _join raises
             _clear_frames(error)
-            if self._cancel.set(error):
+            gone = getattr(error, "reason", "") == "CLIENT_CLOSED"  # by another fetch, which found nobody there
+            if self._cancel.set(PeerError(str(error), reason="PEER_UNREACHABLE") if gone else error):
                 self.timeline.failed_in = _name(edge)
 
     def _attempt(self, plan: Plan, edge: Edge, peer: Peer, *, fresh: bool) -> None:
@@ -284,7 +293,7 @@ class Fetch:
                     self._complete(peer, opened, stats)
         except BaseException as error:
             channel.close()
-            if not fresh and self._worth_again(peer, edge, error, idle=channel.uses > 1 and not stats.messages):
+            if not fresh and self._worth_again(peer, edge, error, unread=not stats.messages, reused=channel.uses > 1):
                 raise _Again from error
             raise
         with self._lock:
@@ -302,14 +311,15 @@ class Fetch:
                 raise
             raise _Again from error
 
-    def _worth_again(self, peer: Peer, edge: Edge, error: BaseException, *, idle: bool) -> bool:
-        """Whether what we kept of this peer was out of date: a dead channel, its memory of our layout, its epoch."""
+    def _worth_again(self, peer: Peer, edge: Edge, error: BaseException, *, unread: bool, reused: bool) -> bool:
+        """Whether what we kept of this peer was out of date: channel, client, its memory of our layout, its epoch."""
         reason = getattr(error, "reason", "")
         outdated = reason == "UNKNOWN_LAYOUT" or (reason == "EPOCH_CHANGED" and edge.relay)
+        outdated = outdated or (reason == "CLIENT_CLOSED" and unread)  # another fetch found it dead a moment ago
         broken = isinstance(error, (TransportError, PeerError, DeadlineError)) and not isinstance(error, StaleError)
         if outdated or broken:
             self.agent.peers.forget(peer)
-        return outdated or (idle and isinstance(error, TransportError))
+        return outdated or (unread and reused and isinstance(error, TransportError))
 
     def _program(self, plan: Plan, edge: Edge) -> tuple[EdgeProgram, EdgeStats]:
         stats = EdgeStats(edge.source, edge.target, edge.relay)
@@ -394,8 +404,8 @@ class Fetch:
             if time.monotonic() > self.deadline_s:
                 raise DeadlineError(f"{self.ticket.transfer}: a sibling did not read its share in time")
             self._cancel.wait(0.0005)
-        if relay is not None:
-            self.agent.source.end_relay(self.ticket.transfer, "completed")
+        while relay is not None and not self.agent.source.end_relay(self.ticket.transfer, "completed"):
+            self._cancel.wait(0.0005)  # a session that a sibling has replaced is closed, but its thread packs a chunk
 
     # -- the end ---------------------------------------------------------------------------------------
 

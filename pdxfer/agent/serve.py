@@ -20,7 +20,7 @@ from typing import Any
 
 from pdxfer import packing, wire
 from pdxfer.agent.arena import Arena
-from pdxfer.driver import source_tables
+from pdxfer.driver import source_regions, source_tables
 from pdxfer.errors import DeadlineError, InternalError, PdxferError, PeerError, StaleError, TransportError
 from pdxfer.messages import Mode
 from pdxfer.packing import Chunk, EdgeProgram, Side
@@ -133,7 +133,7 @@ class SourceSession:
         self.check_live()
         if self.mode is not Mode.DIRECT:
             return
-        for index in sorted(self._needed_regions() - exported):
+        for index in sorted(source_regions(self.program) - exported):
             header = wire.encode(wire.Exported(self.session, index))
             channel.export_region(self.regions[index], header, timeout_s=self.stall_s)
             exported.add(index)
@@ -156,13 +156,6 @@ class SourceSession:
                 if not table:
                     break
         yield wire.Tables(self.session, pieces, True)
-
-    def _needed_regions(self) -> set[int]:
-        found: set[int] = set()
-        for item in self.program.items:
-            holding = self.program.source_rank.holdings[item.source_holding]
-            found.update(holding.at(layer)[0] for layer in item.layers)
-        return found
 
     def answer(self, channel: Channel, index: int, sent: Sent) -> None:
         """Send one chunk: packed with its digests, or its digests alone."""

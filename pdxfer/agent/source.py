@@ -66,7 +66,7 @@ class _Record:
     tenant: str = ""
     reader: str = ""
     fence: Callable[[], None] | None = None
-    born_s: float = field(default_factory=time.monotonic)
+    born_s: float = field(default_factory=lambda: time.monotonic())
     hold: Hold | None = None
     on_end: OnEnd | None = None
     plan: Plan | None = None
@@ -75,7 +75,7 @@ class _Record:
     sessions: dict[bytes, SourceSession] = field(default_factory=dict)
     session_names: list[bytes] = field(default_factory=list)
     read: set[bytes] = field(default_factory=set)
-    fencing: threading.Lock = field(default_factory=threading.Lock)
+    fencing: threading.Lock = field(default_factory=lambda: threading.Lock())
 
     def quiet(self) -> bool:
         """Whether no thread reads its pages, nor will."""
@@ -225,11 +225,14 @@ class Source:
         served = self._session(message, record, program)
         with self._lock:
             _check_reader(record, message.target_worker)
-            record.offer.open(time.monotonic(), message.target_rank, readers, served.session)
+            replaced = record.offer.open(time.monotonic(), message.target_rank, readers, served.session)
             record.reader = message.target_worker
             record.sessions[served.session] = served
             record.session_names.append(served.session)
             self._by_session[served.session] = record
+            earlier = record.sessions.get(replaced)
+        if earlier is not None:  # nobody may read for it any more: its reader has come anew
+            earlier.close()
         scheme = message.transport.partition("://")[0]
         record.timeline.peer = message.target_worker
         record.timeline.transports.add(scheme)
@@ -357,8 +360,18 @@ class Source:
             session.finish()
         if last:
             self._count(record)
-            self._free(record, Event.LAST_DONE)
+            self._free_completed(record)
         return Completed(state=record.offer.ended or State.LEASED.value)
+
+    def _free_completed(self, record: _Record) -> None:
+        """Free the pages, unless a thread still packs them for a session that was replaced."""
+        with self._lock:
+            quiet = record.quiet()
+            if not quiet and record.hold is not None:
+                self.memory.ledger.fire(record.hold, Event.GIVE_UP)
+                self._quarantined.append(record)
+        if quiet:
+            self._free(record, Event.LAST_DONE)
 
     def abort(self, message: Abort) -> Completed:
         """End a transfer on a reader's word, or on that of whoever holds its ticket."""
@@ -486,7 +499,11 @@ class Source:
                 return
 
     def _count(self, record: _Record) -> None:
-        kind = "relays" if record.hold is None else "offers"
+        """It has ended: from here on it is remembered longer than all that ended before."""
+        kind, key = "relays" if record.hold is None else "offers", (record.hold is None, record.offer.transfer)
+        with self._lock:
+            if self._records.get(key) is record:
+                self._records.move_to_end(key)
         outcome = record.offer.ended.split()[0].rstrip(":")
         self.counters[f"{kind}_{outcome}"] += 1
         self.journal.end(record.timeline, outcome, why=record.offer.ended)

@@ -117,7 +117,7 @@ def test_unknown_fragments_and_sizes_are_refused() -> None:
 # -- hand-offs -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("transport", "name"), [("shm", "memcpy per run, 2 threads"), ("tcp", "by hand")])
+@pytest.mark.parametrize(("transport", "name"), [("shm", "memcpy per run"), ("tcp", "by hand")])
 def test_a_ceiling_moves_the_same_bytes(transport: str, name: str) -> None:
     made = case(KIMI, prefill_tp=2, decode_tp=2, concurrency=2)
     with Ceiling(made, transport, chunk_bytes=1 << 18, threads=2, clock=Clock(60)) as ceiling:

@@ -68,8 +68,7 @@ class Ceiling:
     @property
     def name(self) -> str:
         """What it is, for a table's row."""
-        threads = f"{self.facts['threads']} thread{'s' * (self.facts['threads'] > 1)}"
-        return f"ceiling: by hand, {threads}" if self.by_hand else f"ceiling: memcpy per run, {threads}"
+        return "ceiling: by hand" if self.by_hand else "ceiling: memcpy per run"
 
     def run(self) -> float:
         """Move everything once; returns seconds."""

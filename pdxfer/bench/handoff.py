@@ -213,11 +213,13 @@ def bench_handoff(options: Options, tick: Tick, clock: Clock) -> dict[str, Any]:
                 ceiling.check()
                 verified = sum(workers.check(way) for way in options.ways)
             host_memory, name, logical = not ceiling.by_hand, ceiling.name, int(ceiling.facts["runs"])
+            threads = int(ceiling.facts["threads"])
         facts = {**workers.facts(), "verified_bytes": verified}
     base = _identity(options, transport)
     ceilings = [seconds for turn in rounds for seconds, _ in turn]
     nbytes = first.nbytes
-    rows = [{**base, **_row(name, "ceiling", ceilings, ceilings, nbytes), "descriptors_logical": logical}]
+    more = {"ceiling_threads": threads, "descriptors_logical": logical}
+    rows = [{**base, **_row(name, "ceiling", ceilings, ceilings, nbytes), **more}]
     for way, found in zip(options.ways, zip(*rounds, strict=True), strict=True):
         rows.append({**base, **_handoff_row(way, found, logical), **facts})
     if options.engines and host_memory:

@@ -29,7 +29,9 @@ _LINES = (
     ("block_size", "bw_gb_per_s", ("transport", "op_type", "batch_size")),
     ("tokens", "p50_ms", ("row", "transport")),
     ("concurrency", "gb_per_s", ("row", "transport")),
-    ("tokens", "cold_p50_ms", ("placement", "ranks")),
+    ("ranks", "cold_p50_ms", ("placement",)),
+    ("layers", "cold_p50_ms", ("placement",)),
+    ("tokens", "request_p50_ms", ("placement",)),
 )
 _HIDDEN = ("seed", "kind", "placement", "fragmentation", "model")
 
@@ -61,9 +63,12 @@ def _plots(reports: Mapping[str, Mapping[str, Any]]) -> bytes:
     mpl.use("Agg")
     from matplotlib import pyplot
 
-    drawn = [*_bars(reports), *_lines(reports)]
-    figure, axes = pyplot.subplots(max(1, len(drawn)), 1, figsize=(11, 4.2 * max(1, len(drawn))), squeeze=False)
-    for axis, plot in zip(axes[:, 0], drawn, strict=False):
+    drawn = [*_bars(reports), *_lines(reports)] or [{"title": "nothing to draw", "draw": lambda _: None, "height": 1.0}]
+    heights = [plot["height"] for plot in drawn]
+    figure, axes = pyplot.subplots(
+        len(drawn), 1, figsize=(11, sum(heights)), squeeze=False, gridspec_kw={"height_ratios": heights}
+    )
+    for axis, plot in zip(axes[:, 0], drawn, strict=True):
         plot["draw"](axis)
         axis.set_title(plot["title"], loc="left", fontsize=10)
         axis.grid(alpha=0.3)
@@ -75,10 +80,11 @@ def _plots(reports: Mapping[str, Mapping[str, Any]]) -> bytes:
 
 
 def _bars(reports: Mapping[str, Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """GB/s of every row of every case, the ceiling among them."""
-    rows = [(f"{name} " if name else "", row) for name, report in reports.items() for row in report["results"]["rows"]]
-    for case in dict.fromkeys(row["case"] for _, row in rows if "case" in row):
-        held = [(f"{name}{row['row']}", row) for name, row in rows if row.get("case") == case and "gb_per_s" in row]
+    """GB/s of every row of every case, the ceiling among them; a case that is a point of a line has no bars."""
+    rows = [(f"{name} " if name else "", row) for name, report in reports.items() for row in report["results"]["rows"]
+            if "gb_per_s" in row and "growth" not in row]  # fmt: skip
+    for case in dict.fromkeys(row["case"] for _, row in rows):
+        held = [(f"{name}{row['row']}", row) for name, row in rows if row["case"] == case]
 
         def draw(axis: Any, held: Sequence[tuple[str, Any]] = tuple(held)) -> None:
             colors = {"ceiling": "#9aa0a6", "pdxfer": "#1a73e8", "engine": "#e8710a"}
@@ -86,9 +92,8 @@ def _bars(reports: Mapping[str, Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
             bars = axis.barh(labels, values, color=[colors.get(row["kind"], "#1a73e8") for _, row in held])
             axis.bar_label(bars, fmt="%.2f", fontsize=8, padding=2)
             axis.invert_yaxis()
-            axis.set_xlabel("GB/s (median)")
 
-        yield {"title": case, "draw": draw}
+        yield {"title": f"{case}: GB/s (median)", "draw": draw, "height": 0.9 + 0.32 * len(held)}
 
 
 def _lines(reports: Mapping[str, Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -108,12 +113,15 @@ def _lines(reports: Mapping[str, Mapping[str, Any]]) -> Iterator[dict[str, Any]]
             for label, points in long.items():
                 axis.plot(sorted(points), [points[p] for p in sorted(points)], marker="o", label=label)
             axis.set_xscale("log", base=2)
-            axis.set_yscale("log" if y.endswith("_ms") else "linear")
+            if y.endswith("_ms"):
+                axis.set_yscale("log")
+            else:
+                axis.set_ylim(bottom=0)
             axis.set_xlabel(x)
             axis.set_ylabel(y)
             axis.legend(fontsize=7)
 
-        yield {"title": f"{y} over {x}", "draw": draw}
+        yield {"title": f"{y} over {x}", "draw": draw, "height": 4.2}
 
 
 # -- the page ------------------------------------------------------------------------------------

@@ -95,8 +95,9 @@ def handoff(console: Console, results: dict[str, Any]) -> None:
         table = _table(title, *columns)
         for row in rows:
             stages = ("plan_ms", "pack_ms", "wire_ms", "unpack_ms", "verify_ms")
+            threads = row.get("ceiling_threads", 0)
             table.add_row(
-                row["row"],
+                row["row"] + (f" ({threads} thread{'s' * (threads > 1)})" if threads else ""),
                 " / ".join(f"{row[f'{q}_ms']:.2f}" for q in ("p50", "p90", "p99")),
                 f"{row['spread_pct']:.0f} %",
                 f"{row['gb_per_s']:.2f}",

@@ -12,10 +12,12 @@ from click.testing import CliRunner
 from pdxfer.bench import measure
 from pdxfer.bench.cli import bench
 from pdxfer.bench.copy import CASES
+from pdxfer.bench.plan import PlanOptions, _layouts
 from pdxfer.bench.vllm import _ratios
 from pdxfer.builders import PLACEMENTS
 from pdxfer.errors import MisuseError
 from pdxfer.kernels import native_available
+from pdxfer.models import load_config, spec_from_config
 
 needs_kernel = pytest.mark.skipif(not native_available(), reason="the ceiling is a loop of the compiled kernel")
 
@@ -154,3 +156,10 @@ def test_ratios_of_two_connectors_are_taken_prompt_by_prompt_where_both_ran() ->
     assert ratio["prompt_tokens"] == 16
     assert ratio["decode_ms"] == {"p10": pytest.approx(1.2), "p50": 2.0, "p90": pytest.approx(2.8)}
     assert _ratios([ours]) == []
+
+
+def test_no_two_layouts_are_alike_so_that_every_plan_is_cold() -> None:
+    options = PlanOptions(layers=4, ranks=1)
+    spec = spec_from_config({**load_config("qwen3-next-80b-a3b"), "num_hidden_layers": 4})
+    digests = [layout.digest for _ in range(3) for layout in _layouts(spec, options, "per_layer")]
+    assert len(set(digests)) == len(digests)

@@ -9,6 +9,7 @@ the first placement.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,6 +32,7 @@ COLD_TARGET_MS = 50.0
 REQUEST_TARGET_MS = 1.0
 _CHUNK_BYTES = 8 << 20
 _PRESET = "qwen3-next-80b-a3b"
+_UNSEEN = itertools.count()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,9 +89,9 @@ def _flat(row: Mapping[str, Any], options: PlanOptions, growth: str) -> dict[str
     return {"placement": row["placement"], **sizes, "growth": growth, **times, **row["counts"]}
 
 
-def _layouts(spec: CacheSpec, options: PlanOptions, placement: str, extra_pages: int) -> tuple[Layout, Layout]:
-    """Two workers' layouts that no cache has seen: every repeat has another number of pages."""
-    pages = 2 * -(-options.tokens // options.page_tokens) + 64 + extra_pages
+def _layouts(spec: CacheSpec, options: PlanOptions, placement: str) -> tuple[Layout, Layout]:
+    """Two workers' layouts that no cache has seen: every pair has another number of pages."""
+    pages = 2 * -(-options.tokens // options.page_tokens) + 64 + next(_UNSEEN)
     here = Storage(page_tokens=options.page_tokens, pages=pages)
     there = Storage(page_tokens=options.page_tokens, pages=pages, kv_order="HND", conv_order="TC", state_order="VK")
     parallel = Parallel(tp=options.ranks)
@@ -102,7 +104,7 @@ def _placement(options: PlanOptions, placement: str, tick: Tick) -> dict[str, An
     found: list[Plan] = []
     for number in range(options.repeats + 1):
         tick(f"{placement}: cold plan")
-        pair = _layouts(spec, options, placement, number)
+        pair = _layouts(spec, options, placement)
         into = parts if number else {name: Samples() for name in parts}
         into["cold"].time(lambda pair=pair, into=into: found.append(_plan_cold(pair, into)))  # type: ignore[misc]
     plan = found[-1]

@@ -31,7 +31,10 @@ from pdxfer.kernels import Bytes, native_available
 from pdxfer.layout import Layout
 from pdxfer.transport import Channel, Message, Sending, Transport, create_transport
 
-__all__ = ["Ceiling", "serve"]
+__all__ = ["HOST_MEMORY", "Ceiling", "serve"]
+
+#: Transports whose ceiling is a memcpy.
+HOST_MEMORY = ("shm", "memory")
 
 _UNDERWAY = 4
 _WAIT_S = 60.0
@@ -43,7 +46,7 @@ class Ceiling:
     """A ceiling, ready to run: its own processes with their own memory. A context manager."""
 
     def __init__(self, case: Case, transport: str, *, chunk_bytes: int, threads: int, clock: Clock) -> None:
-        self.by_hand = transport not in ("shm", "memory")
+        self.by_hand = transport not in HOST_MEMORY
         self._stack = ExitStack()
         asked: dict[str, Any] = {
             "case": case.to_json(),

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from pdxfer.bench.ceiling import HOST_MEMORY
 from pdxfer.bench.measure import Tick, quantile
 from pdxfer.bench.peer import Away, Child, Clock, Line, main
 from pdxfer.errors import CorruptError, MisuseError, PdxferError
@@ -128,7 +129,7 @@ class _Sweep:
         self.regions: list[Region] = [transport.allocate(nbytes, "blocks") for _ in self.channels]
         for region in self.regions:
             np.frombuffer(region.view, np.uint8)[:] = _pattern(nbytes)
-        self.shared = transport.can_export
+        self.shared = transport.scheme in HOST_MEMORY
         self.remote: list[Any] = []
         if options.op_type == "READ":
             self.remote = [channel.receive(timeout_s=_WAIT_S).region for channel in self.channels]

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pdxfer.bench.case import Case, load_spec
+from pdxfer.bench.ceiling import HOST_MEMORY
 from pdxfer.bench.handoff import Options, bench_handoff
 from pdxfer.bench.measure import Tick
 from pdxfer.bench.peer import Clock
@@ -107,7 +108,7 @@ def _fragments(suite: _Suite) -> None:
 
 def _planes(suite: _Suite) -> None:
     """Every transport that is not memory: 8 layers of Qwen3-Next, 8k tokens, one edge."""
-    for scheme in sorted(set(known_schemes()) - {"shm", "memory"}):
+    for scheme in sorted(set(known_schemes()) - {*HOST_MEMORY}):
         ways = tuple(Way(transport=scheme, mode="packed", digests=digests) for digests in (False, True))
         label = f"{scheme}, packed"
         try:

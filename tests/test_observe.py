@@ -305,7 +305,7 @@ def test_admin_answers_as_its_table_says(both):
             ("/transferz?limit=x", 400),
         ):
             assert get(admin, path)[0] == code, path
-        assert get(admin, "/drain", "POST")[0] == 404
+        assert get(admin, "/none", "POST")[0] == 404
         assert get(admin, "/statusz", "HEAD") == (200, "")
 
 

@@ -26,15 +26,23 @@ import click
 
 from pdxfer.errors import MisuseError, PdxferError
 
-__all__ = ["COMMANDS", "CommandTable", "cli", "main", "version"]
+__all__ = ["COMMANDS", "CommandTable", "cli", "completion", "main", "version"]
 
 # name -> (where the click command is, one line of help)
 COMMANDS: dict[str, tuple[str, str]] = {
     "bench": ("pdxfer.bench.cli:bench", "Measure copies, plans and hand-offs against this machine's own ceilings."),
+    "completion": ("pdxfer.cli.main:completion", "Print the completion script of a shell."),
     "demo": ("pdxfer.cli.demo:demo", "Move one request between two real hybrid-model workers and compare every byte."),
+    "drain": ("pdxfer.cli.operate:drain", "Have a running agent take nothing new, and wait for the rest."),
+    "explain": ("pdxfer.cli.operate:explain", "Tell what became of a transfer, and what to do."),
+    "peers": ("pdxfer.cli.operate:peers", "Show the workers that a running agent has met."),
+    "ping": ("pdxfer.cli.operate:ping", "Measure the way to a peer: control, and every data plane."),
     "plan": ("pdxfer.cli.plan:plan", "Show who sends what to whom between two worker layouts."),
     "proxy": ("pdxfer.cli.proxy:proxy", "Route OpenAI requests through a prefill and a decode server."),
     "size": ("pdxfer.cli.size:size", "Show what a model's caches cost per token, per request and per rank."),
+    "slots": ("pdxfer.cli.operate:slots", "Show where a running agent's pages and slots are."),
+    "status": ("pdxfer.cli.operate:status", "Show whether a running agent is ready, and what it does."),
+    "transfers": ("pdxfer.cli.operate:transfers", "List the transfers that a running agent remembers."),
     "version": ("pdxfer.cli.main:version", "Show the version and which optional parts are installed."),
 }
 
@@ -102,6 +110,21 @@ def version(as_json: bool) -> None:
         return
     for name, value in parts.items():
         click.echo(f"{name:<13}{value}")
+
+
+@click.command()
+@click.argument("shell", type=click.Choice(("bash", "fish", "zsh")))
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object with the script.")
+def completion(shell: str, as_json: bool) -> None:
+    """Print the completion script of SHELL; for bash: eval "$(pdxfer completion bash)"."""
+    import json
+
+    from click.shell_completion import get_completion_class
+
+    kind = get_completion_class(shell)
+    assert kind is not None
+    script = kind(cli, {}, "pdxfer", "_PDXFER_COMPLETE").source()
+    click.echo(json.dumps({"shell": shell, "script": script}) if as_json else script)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

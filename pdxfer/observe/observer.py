@@ -41,7 +41,8 @@ class Observer:
 
     Args:
         config: what ``/configz`` shows; by default the agents' own configs. What looks like a secret is not shown.
-        actions: by name, what a POST does: takes the query's fields, returns JSON; may raise PdxferError.
+        actions: by name, what a POST does beside ping and drain (or in their place): takes the query's fields, returns
+            JSON (drain: draining, underway), may raise PdxferError.
         listeners: who else hears of every agent's transfers.
     """
 
@@ -54,7 +55,7 @@ class Observer:
     ) -> None:
         self.started_at, self.version = time.time(), _version()
         self.readiness = Readiness(lambda: self.agents)
-        self.actions = dict(actions or {})
+        self.actions = {"ping": self._ping, "drain": self._drain, **(actions or {})}
         self.metrics = Metrics(self)
         self.listeners: tuple[Listener, ...] = (self.readiness.window, self.metrics, *listeners)
         self._config = config
@@ -116,6 +117,17 @@ class Observer:
             known = ", ".join(sorted(self.actions)) or "nothing"
             raise MisuseError(f"this process can't {name}; it can {known}", reason="NOT_FOUND")
         return self.actions[name](fields)
+
+    def _ping(self, fields: Mapping[str, str]) -> Mapping[str, Any]:
+        from pdxfer.observe.probe import ping, resolve
+
+        agent, address = resolve(self.agents, fields.get("peer", ""))
+        return ping(agent, address)
+
+    def _drain(self, fields: Mapping[str, str]) -> Mapping[str, Any]:
+        for agent in self.agents:
+            agent.drain()
+        return {"draining": True, "underway": sum(agent.underway() for agent in self.agents)}
 
     def status(self) -> dict[str, Any]:
         """Everything, as JSON."""

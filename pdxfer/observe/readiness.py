@@ -85,7 +85,10 @@ def _control(agent: Agent) -> str:
 def _planes(agent: Agent) -> str:
     missing = {*agent.transports} - {address.partition("://")[0] for address in agent.contact_addresses}
     for address in agent.contact_addresses:
-        agent.transports[address.partition("://")[0]].connect(address, timeout_s=_CALL_S).close()
+        transport = agent.transports[address.partition("://")[0]]
+        if transport.public_key:
+            transport.admit(f"{agent.config.rank}/{agent.config.worker}", transport.public_key)
+        transport.connect(address, timeout_s=_CALL_S).close()
     return f"nothing listens for {', '.join(sorted(missing))}" if missing else ""
 
 

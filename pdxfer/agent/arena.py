@@ -20,6 +20,8 @@ from collections import Counter, deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from pdxfer.errors import ExhaustedError, InternalError
 
 __all__ = ["Arena"]
@@ -130,8 +132,10 @@ class Arena:
                 return block
         return None
 
-    def free(self, block: memoryview) -> None:
-        """Give a block back; the same memoryview object that ``allocate`` returned."""
+    def free(self, block: memoryview, *, wipe: bool = False) -> None:
+        """Give a block back; the same memoryview object that ``allocate`` returned. ``wipe``: zero it first."""
+        if wipe:
+            np.frombuffer(block, np.uint8).fill(0)
         with self._changed:
             start, owner = self._taken.pop(id(block), (-1, None))
             if start < 0:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from pdxfer.agent.quotas import Quotas
 from pdxfer.control import Tls
 from pdxfer.errors import MisuseError
 from pdxfer.packing import KERNELS, native_available
@@ -42,6 +43,7 @@ class AgentConfig:
         stall_s: how long a chunk waits for staging or for room on a channel.
         tls: who we are to other hosts, and whom we believe: ``Tls``, or a mapping of its fields. Needed for any address
             that is not this host's own, to bind and to call.
+        quotas: what one peer or tenant may take of us at a time: ``Quotas``, or a mapping of its fields.
         insecure: bind and call such addresses without it: whoever reaches them can pose as any peer.
     """
 
@@ -64,9 +66,11 @@ class AgentConfig:
     stall_s: float = 5.0
     tls: Tls | None = None
     insecure: bool = False
+    quotas: Quotas = field(default_factory=Quotas)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tls", _made(Tls, self.tls, "tls"))
+        object.__setattr__(self, "quotas", _made(Quotas, self.quotas, "quotas"))
         if not self.worker or self.rank < 0 or not self.transports:
             raise MisuseError(f"a worker name, a rank and a transport are needed: {self}")
         if unused := sorted({*self.listen, *self.transport_options} - {*self.transports}):

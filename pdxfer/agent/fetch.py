@@ -357,7 +357,7 @@ class Fetch:
             try:
                 return call(min(self.agent.config.call_s, left_s))
             except ExhaustedError as error:
-                if not patient:
+                if not patient and error.reason != "QUOTA":
                     raise
                 self._cancel.wait(min(error.retry_after_s, left_s))
 

@@ -49,6 +49,8 @@ _ROWS = (
      "is the process there, is the address right, does a firewall or NetworkPolicy let it through?"),
     ("PROTOCOL", "the peer", "it sent what the protocol does not have", "compare the versions of the two agents"),
     ("PROTOCOL_VERSION", "the pair of versions", "the two agents speak different protocols", "upgrade the older one"),
+    ("QUOTA", "one peer or tenant", "it takes more of the source at a time than quotas allow",
+     "none: it is asked again; raise quotas, or send it fewer requests"),
     ("STALE", "the source", "what the ticket points to has moved on", "prefill again"),
     ("STALE_GENERATION", "the source", "its pages were used anew while they were read", "prefill again"),
     ("STALE_TICKET", "the router", "the ticket is of an earlier offer of this id", "pass tickets on once, unchanged"),

@@ -38,16 +38,16 @@ class Sent:
 
     def __init__(self, staging: Arena, stall_s: float) -> None:
         self._staging, self._stall_s = staging, stall_s
-        self._blocks: deque[tuple[Sending, memoryview, float]] = deque()
+        self._blocks: deque[tuple[Sending, memoryview, float, bool]] = deque()
 
-    def add(self, sending: Sending, block: memoryview) -> None:
+    def add(self, sending: Sending, block: memoryview, *, wipe: bool) -> None:
         """Keep a block until its message is released."""
-        self._blocks.append((sending, block, time.monotonic()))
+        self._blocks.append((sending, block, time.monotonic(), wipe))
 
     def reap(self) -> int:
         """Free what was released; returns how many were not."""
         while self._blocks and self._blocks[0][0].done:
-            self._staging.free(self._blocks.popleft()[1])
+            self._free_oldest()
         return len(self._blocks)
 
     def room(self, nbytes: int) -> memoryview:
@@ -72,12 +72,19 @@ class Sent:
     def drop(self) -> None:
         """The channel is closed: free everything."""
         while self._blocks:
-            self._staging.free(self._blocks.popleft()[1])
+            self._free_oldest()
+
+    def _free_oldest(self) -> None:
+        _, block, _, wipe = self._blocks.popleft()
+        self._staging.free(block, wipe=wipe)
 
 
 class SourceSession:
     """The source's end of one edge: what one reader may ask for. Used by the thread of its channel only,
     except ``close`` and ``quiet``.
+
+    Args:
+        wipe: zero staging after use: peers that map it, or read it by themselves, see what lies there.
     """
 
     def __init__(
@@ -93,13 +100,14 @@ class SourceSession:
         check_live: Callable[[], None],
         complete: Callable[[SourceSession, int], object],
         staging: Arena,
+        wipe: bool = False,
         stall_s: float = 5.0,
         kernel: str = "auto",
     ) -> None:
         self.transfer, self.generation, self.session, self.mode = transfer, generation, session, mode
         self.program, self.source, self.regions = program, source, regions
         self.check_live, self.complete = check_live, complete
-        self.staging, self.stall_s, self.kernel = staging, stall_s, kernel
+        self.staging, self.wipe, self.stall_s, self.kernel = staging, wipe, stall_s, kernel
         self.digests = True
         self.unsure = False  # staging of chunks that the reader may still have read is others' by now
         self._busy = threading.Lock()
@@ -173,10 +181,10 @@ class SourceSession:
             sending = channel.send_all(wire.encode(frame), payload, timeout_s=self.stall_s)
         except BaseException:
             if block is not None:
-                self.staging.free(block)
+                self.staging.free(block, wipe=self.wipe)
             raise
         if block is not None:
-            sent.add(sending, block)
+            sent.add(sending, block, wipe=self.wipe)
 
     def _gather(self, chunk: Chunk, block: memoryview | None) -> wire.Data:
         """Pack a chunk into ``block`` and digest it there, or digest it where it lies."""

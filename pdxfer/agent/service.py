@@ -29,9 +29,10 @@ from pdxfer.agent.journal import Journal
 from pdxfer.agent.keeper import Keeper
 from pdxfer.agent.memory import Memory
 from pdxfer.agent.peers import Layouts, Peers
+from pdxfer.agent.quotas import CallRates
 from pdxfer.agent.serve import serve_channel
 from pdxfer.agent.source import OnEnd, Source
-from pdxfer.control import ControlServer, Credentials
+from pdxfer.control import Caller, ControlServer, Credentials
 from pdxfer.directory import PrivateDirectory
 from pdxfer.errors import (
     DeadlineError,
@@ -77,6 +78,7 @@ class Agent(ControlHandler):
         self.config = config
         self.epoch = (incarnation or Incarnation()).epoch
         self._keys = TicketKeys((incarnation.key,)) if incarnation else TicketKeys.create(config.ticket_keys)
+        self._rates = CallRates(config.quotas)
         self.draining = False
         self.siblings: dict[int, str] = {}
         self.fetched: Counter[str] = Counter()
@@ -135,7 +137,9 @@ class Agent(ControlHandler):
             self._listeners.append(listener)
             self._spawn(f"accept-{scheme}", self._accept, listener, scheme, source)
         addresses = self.config.control or (f"unix://{self._directory.file_path}",)
-        self._server = ControlServer(self, addresses, credentials=self.credentials, insecure=self.config.insecure)
+        self._server = ControlServer(
+            self, addresses, credentials=self.credentials, insecure=self.config.insecure, admit=self._admit_call
+        )
         self._server.start()
         self._server.set_serving(True, "live")
         self._spawn("sweep", self._sweep, source)
@@ -459,6 +463,13 @@ class Agent(ControlHandler):
             known_layout_digest=known_digest,
             data_key=next((t.public_key for t in self.transports.values() if t.public_key), b""),
         )
+
+    def _admit_call(self, caller: Caller, worker: str) -> None:
+        try:
+            self._rates.count((caller.identity, worker))
+        except ExhaustedError:
+            self.fetched["quota_calls"] += 1
+            raise
 
     def _spawn(self, name: str, target: Callable[..., None], *args: Any) -> None:
         thread = threading.Thread(target=target, args=args, name=f"pdxfer-{self.config.rank}-{name}", daemon=True)

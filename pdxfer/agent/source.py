@@ -23,6 +23,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from pdxfer.agent.journal import Journal, Timeline
+from pdxfer.agent.quotas import Owners, Usage
 from pdxfer.agent.serve import SourceSession
 from pdxfer.errors import AbortedError, ExhaustedError, IncompatibleError, MisuseError, StaleError, TicketError
 from pdxfer.keys import TicketKeys
@@ -93,6 +94,7 @@ class Source:
         self.memory, self.config, self.epoch, self.journal = memory, memory.config, epoch, journal
         self.counters: Counter[str] = Counter()
         self.keys = keys
+        self._usage = Usage(memory.config.quotas)
         self._records: OrderedDict[tuple[bool, str], _Record] = OrderedDict()
         self._by_session: dict[bytes, _Record] = {}
         self._quarantined: list[_Record] = []
@@ -225,8 +227,14 @@ class Source:
         served = self._session(message, record, program)
         with self._lock:
             _check_reader(record, message.target_worker)
+            share = (record, message.target_rank, program.payload_bytes)
+            owners = [("peer", message.target_worker)] + ([("tenant", record.tenant)] if record.tenant else [])
+            if not message.relay:
+                self._check_quota(*share, owners)
             replaced = record.offer.open(time.monotonic(), message.target_rank, readers, served.session)
             record.reader = message.target_worker
+            if not message.relay:
+                self._usage.take(*share, owners)
             record.sessions[served.session] = served
             record.session_names.append(served.session)
             self._by_session[served.session] = record
@@ -248,6 +256,13 @@ class Source:
             payload_bytes=program.payload_bytes,
             mode=served.mode,
         )
+
+    def _check_quota(self, record: _Record, reader: int, nbytes: int, owners: Owners) -> None:
+        try:
+            self._usage.check(record, reader, nbytes, owners)
+        except ExhaustedError:
+            self.counters["quota_transfers"] += 1
+            raise
 
     def _fence(self, record: _Record) -> None:
         """Wait, once, until the device has written the pages: in this peer's call, not in the engine's loop.
@@ -322,6 +337,7 @@ class Source:
             check_live=lambda: record.offer.check_live(time.monotonic()),
             complete=partial(self._complete_by_channel, record, message.target_rank),
             staging=arena,
+            wipe=bool(record.tenant),
             stall_s=self.config.stall_s,
             kernel=self.config.kernel,
         )
@@ -504,6 +520,7 @@ class Source:
         with self._lock:
             if self._records.get(key) is record:
                 self._records.move_to_end(key)
+            self._usage.give_back(record)
         outcome = record.offer.ended.split()[0].rstrip(":")
         self.counters[f"{kind}_{outcome}"] += 1
         self.journal.end(record.timeline, outcome, why=record.offer.ended)

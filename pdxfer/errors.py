@@ -148,8 +148,8 @@ class ExhaustedError(PdxferError):
 
     reason = "EXHAUSTED"
 
-    def __init__(self, message: str, *, retry_after_s: float = 0.1, hint: str = "") -> None:
-        super().__init__(message, hint=hint, details={"retry_after_s": f"{retry_after_s:g}"})
+    def __init__(self, message: str, *, retry_after_s: float = 0.1, hint: str = "", reason: str | None = None) -> None:
+        super().__init__(message, hint=hint, reason=reason, details={"retry_after_s": f"{retry_after_s:g}"})
         self.retry_after_s = retry_after_s
 
 

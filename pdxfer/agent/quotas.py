@@ -119,6 +119,5 @@ class CallRates:
 
 
 def _over(what: str, retry_after_s: float) -> ExhaustedError:
-    error = ExhaustedError(what, retry_after_s=retry_after_s, hint="it is asked again by itself, within its deadline")
-    error.reason = "QUOTA"
-    return error
+    hint = "it is asked again by itself, within its deadline"
+    return ExhaustedError(what, retry_after_s=retry_after_s, hint=hint, reason="QUOTA")

@@ -21,7 +21,6 @@ from __future__ import annotations
 import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -32,21 +31,21 @@ from pathlib import Path
 from typing import Any
 
 from pdxfer.bench.measure import Tick, quantile
-from pdxfer.demo.vllm_models import SERVER_ARGUMENTS, VOCABULARY
-from pdxfer.demo.vllm_servers import ServerConfig, VllmServer, check_python, connector_config
+from pdxfer.demo.vllm_models import NEAR_TIE, SERVER_ARGUMENTS, VOCABULARY
+from pdxfer.demo.vllm_servers import (
+    ServerConfig,
+    VllmServer,
+    check_python,
+    connector_config,
+    free_port,
+    make_model,
+)
 from pdxfer.errors import DeadlineError, MisuseError, PdxferError, PeerError
 
-__all__ = ["CONNECTORS", "NEAR_TIE", "VllmOptions", "bench_vllm"]
+__all__ = ["CONNECTORS", "VllmOptions", "bench_vllm"]
 
-_MAKE_MODEL = (
-    "import sys, pathlib; from pdxfer.demo.vllm_models import save_vllm_model;"
-    " save_vllm_model(sys.argv[1], pathlib.Path(sys.argv[2]))"
-)
 _SETTLE_S = 3.0
 _ANSWER_S = 120.0
-
-#: A lead of the best token, in log probability, that rounding may turn round.
-NEAR_TIE = 0.25
 
 # vLLM's own choice at TP 1, for all TP sizes: NIXL needs equal ones.
 _BLOCK_SIZES = {"deepseek-v3": 16, "llama": 128, "qwen3-next": 384}
@@ -98,16 +97,7 @@ def bench_vllm(options: VllmOptions, tick: Tick) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="pdxfer-bench-") as directory:
         check_python(options.python)
         tick("making the model")
-        made = [
-            options.python,
-            "-c",
-            _MAKE_MODEL,
-            options.model,
-            f"{directory}/{options.model}",
-        ]
-        done = subprocess.run(made, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise MisuseError(f"{options.python} can't make the model: {done.stderr.strip()[-300:]}")
+        make_model(options.python, options.model, Path(directory) / options.model)
         for number, name in enumerate(options.connectors):
             # The time that is left is shared: one that hangs leaves the others theirs.
             left_s = (end_s - time.monotonic()) / (len(options.connectors) - number)
@@ -284,17 +274,8 @@ def _side_channel(index: int) -> dict[str, str]:
     """Where NixlConnector's servers find each other; ours needs no port."""
     return {
         "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
-        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(_free_port() + index * 8),
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port() + index * 8),
     }
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:

@@ -34,9 +34,12 @@ if TYPE_CHECKING:
     from torch import Generator, Tensor
     from transformers import PreTrainedModel
 
-__all__ = ["SERVER_ARGUMENTS", "VLLM_MODELS", "VOCABULARY", "demo_prompts", "save_vllm_model"]
+__all__ = ["NEAR_TIE", "SERVER_ARGUMENTS", "VLLM_MODELS", "VOCABULARY", "demo_prompts", "save_vllm_model"]
 
 VOCABULARY = 128
+
+#: A lead of the best token, in log probability, that rounding may turn round: most logits here have steps of 1/16.
+NEAR_TIE = 0.2
 
 _HIDDEN = 256
 _SHARP = 3.0**0.5  # deviation of queries and of keys, so that scores have 3

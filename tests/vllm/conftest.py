@@ -101,7 +101,12 @@ class Fleet:
 
 def _connector(letter: str) -> dict[str, Any]:
     """The spy; an agent of one rank keeps its address over restarts. Cores may be few, and busy with other tests."""
-    extra: dict[str, Any] = {"call_s": 30.0, "stall_s": 30.0, "timeout_s": 100.0}
+    extra: dict[str, Any] = {
+        "call_s": 30.0,
+        "stall_s": 30.0,
+        "timeout_s": 100.0,
+        "accept_state_dtypes": ["bfloat16"],
+    }
     if letter in "ab":
         extra["control"] = [f"tcp://127.0.0.1:{free_port()}"]
     spy = {"kv_connector": "SpyConnector", "kv_connector_module_path": "tests.vllm.spy"}

@@ -214,7 +214,7 @@ def test_time_and_memory_have_an_end() -> None:
 def test_other_engines_move_the_same_bytes(engine: engines.Engine) -> None:
     if why := engines.missing(engine):
         pytest.skip(why)
-    made = case("fragments-4KiB", tokens=320)
+    made = case("fragments-4KiB", tokens=32)
     with engines.Pair(engine, made, Clock(60)) as pair:
         assert pair.descriptors == 20
         assert pair.check() == 20 * 4096

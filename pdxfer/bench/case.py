@@ -31,6 +31,7 @@ End = Literal["prefill", "decode"]
 Tables = dict[str, npt.NDArray[np.int64]]
 
 _NOISE_BYTES = 8 << 20
+_FRAGMENT_LAYERS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +91,7 @@ class Case:
 
 
 def load_spec(model: str, *, page_tokens: int, layers: int = 0) -> CacheSpec:
-    """The caches of a preset, a config.json, or ``fragments-SIZE``: one layer of pages of SIZE each.
+    """The caches of a preset, a config.json, or ``fragments-SIZE``: ten layers of pages of SIZE each.
 
     Args:
         layers: keep only the model's first so many; 0 keeps all.
@@ -110,10 +111,14 @@ def _fragments(nbytes: int, page_tokens: int) -> CacheSpec:
     if rest or not dim:
         raise MisuseError(f"fragments of {nbytes} B are not {page_tokens} rows of whole bfloat16")
     rows = Component(
-        name="kv.k", layers=(0,), axes=(Axis(name="heads", extent=1), Axis(name="dim", extent=dim)), dtype="bfloat16",
-        growth=Growth.PER_TOKEN, ownership=Ownership(rule=Rule.EXTENDED, axis="heads", units=1),
-    )  # fmt: skip
-    return CacheSpec(model="fragments", num_layers=1, query_heads=0, components=(rows,))
+        name="kv.k",
+        layers=tuple(range(_FRAGMENT_LAYERS)),
+        axes=(Axis(name="heads", extent=1), Axis(name="dim", extent=dim)),
+        dtype="bfloat16",
+        growth=Growth.PER_TOKEN,
+        ownership=Ownership(rule=Rule.EXTENDED, axis="heads", units=1),
+    )
+    return CacheSpec(model="fragments", num_layers=_FRAGMENT_LAYERS, query_heads=0, components=(rows,))
 
 
 # -- where it lies -------------------------------------------------------------------------------

@@ -149,7 +149,7 @@ def link(transports: str, op_type: str, listen: str, peer: str, max_time: float,
 
 @bench.command()
 @click.option("--model", default="qwen3-next-80b-a3b", show_default=True, metavar="MODEL|config.json",
-              help="A preset, a config.json, or fragments-SIZE: one layer of pages of SIZE.")  # fmt: skip
+              help="A preset, a config.json, or fragments-SIZE: ten layers of pages of SIZE.")  # fmt: skip
 @click.option("--layers", type=click.IntRange(0), default=0, help="Only the model's first so many.  [default: all]")
 @_choices(
     _count("--prefill-tp", 1, "Ranks of the source."),

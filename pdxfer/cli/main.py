@@ -33,6 +33,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "bench": ("pdxfer.bench.cli:bench", "Measure copies, plans and hand-offs against this machine's own ceilings."),
     "completion": ("pdxfer.cli.main:completion", "Print the completion script of a shell."),
     "demo": ("pdxfer.cli.demo:demo", "Move one request between two real hybrid-model workers and compare every byte."),
+    "doctor": ("pdxfer.cli.doctor:doctor", "Look at everything that may go wrong, with a fix for each fault."),
     "drain": ("pdxfer.cli.operate:drain", "Have a running agent take nothing new, and wait for the rest."),
     "explain": ("pdxfer.cli.operate:explain", "Tell what became of a transfer, and what to do."),
     "peers": ("pdxfer.cli.operate:peers", "Show the workers that a running agent has met."),

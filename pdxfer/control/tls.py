@@ -20,11 +20,14 @@ entry of ``peers``              whom it lets in, as the certificate's URI or DNS
 
 from __future__ import annotations
 
+import calendar
 import logging
 import os
+import re
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +41,9 @@ __all__ = ["LOCAL", "Caller", "Credentials", "Pem", "Tls"]
 
 _log = logging.getLogger(__name__)
 _FILE_BYTES_MAX = 1 << 20
+_LEAF = re.compile(rb"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
+#: Two times in a row (UTCTime or GeneralizedTime, RFC 5280): from when, until when.
+_VALIDITY = re.compile(rb"(?:\x17\x0d\d{12}Z|\x18\x0f\d{14}Z)(?:\x17\x0d(\d{12})Z|\x18\x0f(\d{14})Z)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +141,14 @@ class Pem:
         finally:
             os.close(fd)
         return context
+
+    def not_after(self) -> float:
+        """When our own certificate ends, in Unix seconds; raises MisuseError when that can't be read."""
+        leaf = _LEAF.search(self.cert)
+        found = _VALIDITY.search(ssl.PEM_cert_to_DER_cert(leaf[0].decode("ascii"))) if leaf else None
+        if found is None:
+            raise MisuseError("the certificate does not say how long it is valid")
+        return float(calendar.timegm(time.strptime((found[1] or found[2][2:]).decode(), "%y%m%d%H%M%S")))
 
 
 def _read(path: str) -> bytes:

@@ -94,6 +94,7 @@ class Fetch:
         self.ledger = agent.memory.ledger
         self.hold: Hold = self.ledger.open(ticket.transfer, agent.memory.units(self.side), TARGET)
         self.timeline = agent.journal.begin("target", ticket.transfer, peer=ticket.worker)
+        self.timeline.layout = ticket.layout_digest
         self._cancel = Cancel()
         self._on_done: Callable[[], None] | None = None
         self._done = threading.Event()

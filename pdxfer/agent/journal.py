@@ -45,7 +45,7 @@ class Timeline:
 
     Attributes:
         role: ``source`` (an engine's offer), ``relay`` (our share of a fan-out), ``target`` (a fetch).
-        peer: the other worker, as far as it is known. trace: W3C traceparent, or "".
+        peer: the other worker, as far as it is known; layout: the digest of its layout. trace: W3C traceparent, or "".
         began_at: Unix time. marks: (seconds since then, stage, detail).
         edges: what each edge of a fetch costs so far. nbytes: by (transport, component), set at the end.
         outcome: "" while it is live. reason, error, hint, component, failed_in: of the error that ended it.
@@ -54,6 +54,7 @@ class Timeline:
     transfer: str
     role: str
     peer: str = ""
+    layout: str = ""
     trace: str = ""
     began_at: float = field(default_factory=lambda: time.time())
     began_s: float = field(default_factory=lambda: time.monotonic())
@@ -112,6 +113,7 @@ class PeerSeen:
     """What transfers told of one worker. ``label`` is its name among metrics."""
 
     label: str
+    layout: str = ""
     up: bool = True
     completed: int = 0
     failed: int = 0
@@ -247,7 +249,7 @@ class Journal:
         if not timeline.peer or role == "relay":
             return
         peer = self._peer(timeline.peer)
-        peer.last_at = time.time()
+        peer.last_at, peer.layout = time.time(), timeline.layout or peer.layout
         peer.nbytes += sum(timeline.nbytes.values())
         if outcome == "completed":
             peer.up, peer.completed = True, peer.completed + 1

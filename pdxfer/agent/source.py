@@ -242,7 +242,7 @@ class Source:
         if earlier is not None:  # nobody may read for it any more: its reader has come anew
             earlier.close()
         scheme = message.transport.partition("://")[0]
-        record.timeline.peer = message.target_worker
+        record.timeline.peer, record.timeline.layout = message.target_worker, message.layout_digest
         record.timeline.transports.add(scheme)
         self.journal.mark(
             record.timeline, "opened", f"by rank {message.target_rank} over {scheme}, {served.mode.value}"

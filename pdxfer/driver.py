@@ -38,12 +38,13 @@ from pdxfer.errors import (
     TicketError,
     TransportError,
 )
+from pdxfer.kernels import Offsets, as_buffer
 from pdxfer.messages import Mode
-from pdxfer.packing import Chunk, EdgeProgram, Segment, Side
+from pdxfer.packing import Buffers, Chunk, EdgeProgram, Segment, Side
 from pdxfer.transfer import Cancel, Intake
 from pdxfer.transport.base import Channel, Message, RemoteRegion
 
-__all__ = ["EdgeReader", "EdgeStats", "PeerChannel", "source_regions", "source_tables"]
+__all__ = ["EdgeReader", "EdgeStats", "PeerChannel", "ask", "source_regions", "source_tables"]
 
 _SLICE_S = 0.1  # how long a blocked thread stays deaf to cancel and close
 
@@ -84,14 +85,41 @@ class PeerChannel:
         self.channel = channel
         self.regions: dict[int, RemoteRegion] = {}
         self.uses = 1
+        self._buffers: Buffers | None = None
+
+    def adopt(self, index: int, region: RemoteRegion) -> None:
+        """Keep a region that came."""
+        self.regions[index], self._buffers = region, None
+
+    def buffers(self, count: int) -> Buffers:
+        """Per region of the source rank: a mapped view, a reader, or nothing where none came.
+
+        Raises:
+            TransportError: the peer took one back.
+        """
+        views = {
+            index: region.view for index, region in self.regions.items()
+        }  # which says whether they are still there
+        if self._buffers is None or len(self._buffers) != count:
+            nothing = np.empty(0, np.uint8)
+            found = (
+                nothing if i not in views else self.regions[i] if views[i] is None else views[i] for i in range(count)
+            )
+            self._buffers = Buffers(map(as_buffer, found))
+        return self._buffers
 
     def close(self) -> None:
         """Close channel and regions."""
+        self._buffers = None  # it holds views of the peer's memory
         self.channel.close()
 
 
 class EdgeReader:
-    """The target's end of one edge. ``run`` is called once, by one thread."""
+    """The target's end of one edge. ``run`` is called once, by one thread.
+
+    Args:
+        greeted: with the credit that ``ask`` has given, and its answer; without, ``run`` says Hello.
+    """
 
     def __init__(
         self,
@@ -110,11 +138,12 @@ class EdgeReader:
         window: int = 2,
         digests: bool = True,
         kernel: str = "auto",
+        greeted: tuple[Intake, wire.Opened] | None = None,
     ) -> None:
         self.transfer, self.generation, self.session, self.mode = transfer, generation, session, mode
         self.program, self.target, self.peer, self.cancel = program, target, peer, cancel
         self.deadline_s, self.renew, self.stats = deadline_s, renew, stats
-        self.window, self.digests, self.kernel = window, digests, kernel
+        self.window, self.digests, self.kernel, self.greeted = window, digests, kernel, greeted
 
     def run(self) -> None:
         """Read the whole edge into the target's pages, verified.
@@ -124,10 +153,11 @@ class EdgeReader:
             PeerError, StaleError, ExhaustedError, TransportError: the source failed or said so.
             DeadlineError, AbortedError: out of time; given up elsewhere.
         """
-        intake = Intake(len(self.program.chunks), self.window)
         ahead: dict[int, list[bytes | None]] = {}
-        self._send(wire.Hello(self.session, self.digests, intake.credit()))
-        source = self._import() if self.mode is Mode.DIRECT else None
+        intake, told = self.greeted or (Intake(len(self.program.chunks), self.window), None)
+        if told is None:
+            self._send(wire.Hello(self.session, self.digests, intake.credit()))
+        source = self._import(told) if self.mode is Mode.DIRECT else None
         if source is not None:
             with self.stats.stage("plan"):
                 self._prepare(source)
@@ -244,65 +274,48 @@ class EdgeReader:
             packing.read_back(self.program, segment, self.target, found, kernel=self.kernel)
             return wire.digest(data, self._seed(chunk, index)) == sealed and np.array_equal(found, wanted)
 
-    def _import(self) -> Side:
-        """Receive the source's regions (those not yet known on this channel) and page tables."""
-        tables: dict[str, Any] = {}
-        filled: Counter[str] = Counter()
-        wanted = set(source_tables(self.program))
-        done = False
-        while not done:
+    def _import(self, told: wire.Opened | None) -> Side:
+        """Receive the source's regions (those not yet known on this channel) and page tables; some came with Opened."""
+        tables: dict[str, Offsets] = {}
+        missing = dict.fromkeys(source_tables(self.program), -1)  # entries, once the total is known
+        last = told is not None and self._fill(tables, missing, told)
+        while not last:
             with self._receive() as message:
                 frame = self._frame(message, wire.Exported, wire.Tables)
                 if isinstance(frame, wire.Exported):
                     self._adopt(frame.region, message)
-                    continue
-            for name, start, total, entries in frame.pieces:
-                in_order = start == filled[name] and (not start or total == len(tables[name]))
-                if name not in wanted or not in_order:
-                    raise PeerError(f"page table {name!r} came unasked or out of order", reason="PROTOCOL")
-                table = tables.setdefault(name, np.empty(total, np.int64))
-                table[start : start + len(entries) // 8] = np.frombuffer(entries, "<i8")
-                filled[name] += len(entries) // 8
-            done = frame.last
-        if any(name not in tables or filled[name] < len(tables[name]) for name in wanted):
-            raise PeerError(f"of page tables {sorted(wanted)} some entries are missing", reason="PROTOCOL")
-        if missing := source_regions(self.program) - self.peer.regions.keys():
-            raise PeerError(f"regions {sorted(missing)} of the source never came", reason="PROTOCOL")
-        return Side(self.program.source_rank, self._region_buffers(), tables)
+                else:
+                    last = self._fill(tables, missing, frame)
+        if any(missing.values()):
+            raise PeerError(f"of page tables {sorted(missing)} some entries are missing", reason="PROTOCOL")
+        if lacking := source_regions(self.program) - self.peer.regions.keys():
+            raise PeerError(f"regions {sorted(lacking)} of the source never came", reason="PROTOCOL")
+        rank = self.program.source_rank
+        return Side(rank, self.peer.buffers(len(rank.regions)), tables)
+
+    def _fill(self, tables: dict[str, Offsets], missing: dict[str, int], frame: wire.Opened | wire.Tables) -> bool:
+        """Add pieces of page tables; returns whether they were the last."""
+        for name, start, total, entries in frame.pieces:
+            if name in missing and missing[name] < 0:
+                tables[name], missing[name] = np.empty(total, np.int64), total
+            count = len(entries) // 8
+            if missing.get(name, -1) < count or start != total - missing[name] or total != len(tables[name]):
+                raise PeerError(f"page table {name!r} came unasked or out of order", reason="PROTOCOL")
+            tables[name][start : start + count] = np.frombuffer(entries, "<i8")
+            missing[name] -= count
+        return frame.last
 
     def _adopt(self, region: int, message: Message) -> None:
         shapes = self.program.source_rank.regions
         if message.region is None or region >= len(shapes) or message.region.nbytes < shapes[region].nbytes:
             raise PeerError(f"region {region} came without memory of the size its layout says", reason="PROTOCOL")
-        self.peer.regions[region] = message.region
-
-    def _region_buffers(self) -> list[Any]:
-        """Per region of the source rank: a mapped view, a reader, or nothing where no item needs it."""
-        buffers: list[Any] = []
-        for index in range(len(self.program.source_rank.regions)):
-            region = self.peer.regions.get(index)
-            view = region.view if region is not None else np.empty(0, np.uint8)
-            buffers.append(region if view is None else view)
-        return buffers
+        self.peer.adopt(region, message.region)
 
     def _send(self, frame: wire.Frame) -> None:
-        self.cancel.check()
-        self.peer.channel.send_all(wire.encode(frame), timeout_s=max(0.0, min(5.0, self.deadline_s - time.monotonic())))
+        _send(self.peer, frame, self.cancel, self.deadline_s)
 
     def _receive(self) -> Message:
-        """Wait for the next message, awake to cancel, deadline and lease."""
-        while True:
-            self.cancel.check()
-            left_s = self.deadline_s - time.monotonic()
-            if left_s <= 0:
-                raise DeadlineError(
-                    f"{self.transfer}: source rank {self.program.edge.source} sent nothing more in time"
-                )
-            self.renew()
-            try:
-                return self.peer.channel.receive(timeout_s=min(_SLICE_S, left_s))
-            except DeadlineError:
-                continue
+        return _receive(self.peer, self.cancel, self.deadline_s, self.renew, self.transfer)
 
     def _frame(self, message: Message, *kinds: type) -> Any:
         frame = wire.decode(message.header)
@@ -313,6 +326,39 @@ class EdgeReader:
                 f"{type(frame).__name__} came where {' or '.join(k.__name__ for k in kinds)} was due", reason="PROTOCOL"
             )
         return frame
+
+
+def ask(peer: PeerChannel, frame: wire.Ask, cancel: Cancel, deadline_s: float) -> wire.Opened | None:
+    """Open a transfer on its channel; returns the answer, or None where the source says no (control knows why).
+
+    Raises:
+        TransportError, DeadlineError, AbortedError: as ``EdgeReader.run``.
+    """
+    _send(peer, frame, cancel, deadline_s)
+    while True:
+        with _receive(peer, cancel, deadline_s, lambda: None, "open") as message:
+            answer = wire.decode(message.header)
+        if answer.session == frame.session:
+            return answer if isinstance(answer, wire.Opened) else None
+
+
+def _send(peer: PeerChannel, frame: wire.Frame, cancel: Cancel, deadline_s: float) -> None:
+    cancel.check()
+    peer.channel.send_all(wire.encode(frame), timeout_s=max(0.0, min(5.0, deadline_s - time.monotonic())))
+
+
+def _receive(peer: PeerChannel, cancel: Cancel, deadline_s: float, renew: Callable[[], None], transfer: str) -> Message:
+    """Wait for the next message, awake to cancel, deadline and lease."""
+    while True:
+        cancel.check()
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise DeadlineError(f"{transfer}: the source sent nothing more in time")
+        renew()
+        try:
+            return peer.channel.receive(timeout_s=min(_SLICE_S, left_s))
+        except DeadlineError:
+            continue
 
 
 def _reported(frame: wire.Fail) -> PdxferError:

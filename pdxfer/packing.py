@@ -26,7 +26,7 @@ where the next page follows. Pieces do not depend on the layer, so a request's p
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -78,6 +78,7 @@ __all__ = [
 _SEGMENT_BYTES = 32 << 20
 _LARGEST = np.maximum.reduce
 _ZERO, _ONE = np.zeros(1, np.int64), np.ones(1, np.int64)
+_KNOWN_MAX = 4096
 _TOKENS_MAX = 1 << 48  # far beyond any request, and no byte offset overflows
 
 
@@ -212,10 +213,12 @@ class EdgeProgram:
             ends = self._ends(index, source, target, of_target=of_target)
             pieces = self._item_pieces(index, ends).cut(start, stop, [h.row_stride for _, h in ends])
             holding, shape = ends[-1][1], self.items[index].box.shape
-            row_bytes, strides = _packed_strides(shape, holding.itemsize)
             found = [End(o, h.row_stride, h.strides) for o, (_, h) in zip(pieces.sides, ends, strict=True)]
-            packed = End((pieces.starts - start) * row_bytes, row_bytes, strides)
-            at, to = found[0] if source is not None else packed, found[-1] if target is not None else packed
+            if len(found) == 1:
+                row_bytes, strides = _packed_strides(shape, holding.itemsize)
+                packed = End((pieces.starts - start) * row_bytes, row_bytes, strides)
+                found.insert(source is not None, packed)
+            at, to = found
             copier = RowCopy(shape, holding.itemsize, to, at, pieces.counts)
             known = self._copiers[key] = copier, (source, target)
         return known[0]
@@ -306,9 +309,17 @@ def _cut(sizes: tuple[tuple[int, int, int], ...], chunk_bytes: int, segment_byte
 
 
 class Buffers(tuple[Any, ...]):
-    """A rank's buffers as the kernels take them; made once (``Buffers(map(as_buffer, ...))``), used by every Side."""
+    """A rank's buffers as the kernels take them; made once (``Buffers(map(as_buffer, ...))``), used by every Side.
 
-    __slots__ = ()
+    ``known``: what was worked out of the rank and its buffers alone; it is the same for every request.
+    """
+
+    known: dict[object, Any]
+
+    def __new__(cls, buffers: Iterable[Any]) -> Buffers:
+        made = super().__new__(cls, buffers)
+        made.known = {}
+        return made
 
 
 class Side:
@@ -383,14 +394,9 @@ class Side:
         Raises:
             MisuseError: names table, entry and value.
         """
-        done: set[object] = set()
-        for holding in self.rank.holdings:
-            start, stop = shape.rows(spec[holding.component])
+        for component, holding in self._unlike(spec):
+            start, stop = shape.rows(component)
             own = holding.tokens
-            alike = (holding.table, holding.page_rows, holding.pages, start, stop, own)
-            if alike in done:
-                continue
-            done.add(alike)
             self._check_length(holding, start, stop)
             rows = np.arange(start, stop, dtype=np.int64)
             rows = rows[(rows // own.interleave) % own.size == own.index] if own.size > 1 else rows
@@ -406,6 +412,19 @@ class Side:
                 )
         if exclusive:
             self._check_exclusive()
+
+    def _unlike(self, spec: CacheSpec) -> list[tuple[Component, Holding]]:
+        """Holdings whose tables and rows differ, each with its component: what holds for one holds for its like."""
+        known = self.buffers.known.get("unlike")
+        if known is None or known[0] is not spec:
+            found: dict[object, tuple[Component, Holding]] = {}
+            for h in self.rank.holdings:
+                c = spec[h.component]
+                alike = (h.table, h.page_rows, h.pages, h.tokens, c.growth, c.tokens_per_row, c.window)
+                found.setdefault(alike, (c, h))
+            known = self.buffers.known["unlike"] = spec, list(found.values())
+        unlike: list[tuple[Component, Holding]] = known[1]
+        return unlike
 
     def _check_exclusive(self) -> None:
         """No page twice in a table, and no unit of a pool in two tables."""
@@ -533,10 +552,18 @@ def _gather(
 
 def _places(program: EdgeProgram, segment: Segment, side: Side, holding: Holding) -> list[tuple[Any, int]]:
     """For each layer of a segment: the buffer, and the byte in it that row offsets count from."""
-    item = program.items[segment.item]
-    box = _box_offset(item, holding)
-    places = (holding.at(layer) for layer in item.layers[segment.layer_start : segment.layer_stop])
-    return [(side.buffers[region], offset + box) for region, offset in places]
+    item, known = program.items[segment.item], side.buffers.known
+    key = (id(item), id(holding), segment.layer_start, segment.layer_stop)
+    found = known.get(key)
+    if found is None:
+        box = _box_offset(item, holding)
+        places = [holding.at(layer) for layer in item.layers[segment.layer_start : segment.layer_stop]]
+        if len(known) >= _KNOWN_MAX:
+            known.clear()
+        # With item and holding in it, their ids stay theirs.
+        found = known[key] = [(side.buffers[region], offset + box) for region, offset in places], item, holding
+    placed: list[tuple[Any, int]] = found[0]
+    return placed
 
 
 def convert(data: Any, have: str, want: str) -> Bytes:

@@ -7,6 +7,7 @@ In come frames; out come bytes for a transport, and back. This file knows no lay
     target                                   source
       | Hello(session, digests, chunks)        |
       |--------------------------------------->|   which transfer this channel now serves, and the first credit
+      |                                        |   (or Ask, answered by Opened: a control call and Hello in one)
       |          Exported(region) ... Tables(name, entries, ...)    direct mode only
       |<---------------------------------------|
       |          Data(chunk, digests) + payload (none in direct mode)
@@ -37,6 +38,7 @@ import xxhash
 from pdxfer.errors import PeerError
 
 __all__ = [
+    "Ask",
     "Closed",
     "Data",
     "Done",
@@ -44,6 +46,7 @@ __all__ = [
     "Fail",
     "Frame",
     "Hello",
+    "Opened",
     "Tables",
     "Want",
     "decode",
@@ -139,7 +142,32 @@ class Closed:
     session: bytes
 
 
-Frame = Hello | Exported | Tables | Want | Data | Done | Fail | Closed
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Target: Open (``request``, as control encodes it) and Hello in one; ``session`` is a fresh name of the answer."""
+
+    kind: ClassVar[int] = 9
+    session: bytes
+    request: bytes
+    digests: bool
+    chunks: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """Source: what Open answers, as control encodes it, and the first page tables; what follows names its session.
+
+    ``pieces``, ``last``: as of ``Tables``.
+    """
+
+    kind: ClassVar[int] = 10
+    session: bytes
+    answer: bytes
+    pieces: list[list[Any]]
+    last: bool
+
+
+Frame = Hello | Exported | Tables | Want | Data | Done | Fail | Closed | Ask | Opened
 
 
 def _chunks(found: Any) -> bool:
@@ -153,11 +181,15 @@ def _piece(found: Any) -> bool:
     return len(name) <= 256 and len(entries) % 8 == 0 and 0 <= start <= start + len(entries) // 8 <= total <= 1 << 24
 
 
+def _pieces(found: Any) -> bool:
+    return type(found.last) is bool and isinstance(found.pieces, list) and all(map(_piece, found.pieces))
+
+
 # Field checks beside the types: what a field may be at most, before anyone acts on it.
 _CHECKS: dict[type, tuple[Callable[[Any], bool], ...]] = {
     Hello: (lambda f: type(f.digests) is bool and _chunks(f.chunks),),
     Exported: (lambda f: type(f.region) is int and 0 <= f.region < 1 << 20,),
-    Tables: (lambda f: type(f.last) is bool and isinstance(f.pieces, list) and all(map(_piece, f.pieces)),),
+    Tables: (_pieces,),
     Want: (lambda f: _chunks(f.chunks),),
     Data: (
         lambda f: type(f.chunk) is int and f.chunk >= 0,
@@ -169,8 +201,10 @@ _CHECKS: dict[type, tuple[Callable[[Any], bool], ...]] = {
     Done: (lambda f: type(f.generation) is int and 0 <= f.generation < 1 << 63,),
     Fail: (lambda f: all(isinstance(t, str) and len(t) <= 4096 for t in (f.error, f.reason, f.message)),),
     Closed: (),
+    Ask: (lambda f: isinstance(f.request, bytes) and type(f.digests) is bool and _chunks(f.chunks),),
+    Opened: (lambda f: isinstance(f.answer, bytes) and _pieces(f),),
 }
-_BY_KIND = {frame.kind: frame for frame in (Hello, Exported, Tables, Want, Data, Done, Fail, Closed)}
+_BY_KIND = {frame.kind: frame for frame in (Hello, Exported, Tables, Want, Data, Done, Fail, Closed, Ask, Opened)}
 
 
 def encode(frame: Frame) -> bytes:

@@ -38,6 +38,8 @@ frames = st.one_of(
     st.builds(wire.Data, sessions, chunks, st.lists(st.binary(min_size=16, max_size=16), max_size=9), seconds, seconds),
     st.builds(wire.Done, sessions, st.integers(0, 2**63 - 1)),
     st.builds(wire.Closed, sessions),
+    st.builds(wire.Ask, sessions, st.binary(max_size=99), st.booleans(), st.lists(chunks, max_size=64)),
+    st.builds(wire.Opened, sessions, st.binary(max_size=99), st.lists(pieces(), max_size=4), st.booleans()),
     st.builds(wire.Fail, sessions, *[st.text(max_size=50)] * 3),
 )
 
@@ -60,10 +62,10 @@ def _decoded_or_refused(header: bytes) -> None:
         assert frame.chunk >= 0
         assert math.isfinite(frame.pack_s)
         assert math.isfinite(frame.digest_s)
-    if isinstance(frame, wire.Tables):
+    if isinstance(frame, (wire.Tables, wire.Opened)):
         for _, start, total, entries in frame.pieces:
             assert 0 <= start <= start + len(entries) // 8 <= total <= 1 << 24
-    if isinstance(frame, (wire.Want, wire.Hello)):
+    if isinstance(frame, (wire.Want, wire.Hello, wire.Ask)):
         assert len(frame.chunks) <= 64
         assert all(chunk >= 0 for chunk in frame.chunks)
 
@@ -95,7 +97,7 @@ junk = st.recursive(
 )  # fmt: skip
 
 
-@given(st.one_of(st.integers(0, 10), junk), st.lists(junk, max_size=6), st.booleans())
+@given(st.one_of(st.integers(0, 12), junk), st.lists(junk, max_size=6), st.booleans())
 def test_fields_of_any_type_are_refused_or_within_bounds(kind, fields, with_session):
     _decoded_or_refused(msgpack.packb([kind, *([SESSION] if with_session else []), *fields]))
 
@@ -136,7 +138,11 @@ def test_one_field_of_another_type_is_refused_or_within_bounds(frame, data):
         [7, SESSION, "PeerError", "R", "x" * 4097],
         [7, SESSION, "PeerError", "R", b"x"],
         [8, SESSION, 0],
-        [9, SESSION],
+        [9, SESSION, b"", True, [-1]],
+        [9, SESSION, "text", True, []],
+        [10, SESSION, None, [], True],
+        [10, SESSION, b"", [["t", 0, 1]], True],
+        [11, SESSION],
         [],
         {},
     ],

@@ -299,7 +299,7 @@ class Gate(Tap):
 class _TappedTransport(Transport):
     def __init__(self, inner: Transport, tap: Tap) -> None:
         super().__init__()
-        vars(self).update(scheme=inner.scheme, can_export=inner.can_export)
+        vars(self).update(scheme=inner.scheme, can_export=inner.can_export, same_user=inner.same_user)
         self._inner, self._tap = inner, tap
 
     def allocate(self, nbytes: int, name: str = "") -> Region:

@@ -14,6 +14,7 @@ this rank's siblings may read from us what crosses the network only once (fan-ou
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 import time
 import traceback
@@ -22,7 +23,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from pdxfer.driver import EdgeReader, EdgeStats, PeerChannel
+from pdxfer import wire
+from pdxfer.control.convert import METHODS
+from pdxfer.driver import EdgeReader, EdgeStats, PeerChannel, ask
 from pdxfer.errors import (
     AbortedError,
     DeadlineError,
@@ -41,7 +44,7 @@ from pdxfer.packing import EdgeProgram, RequestShape
 from pdxfer.plan import Edge, Plan, make_plan
 from pdxfer.spec import request_bytes
 from pdxfer.ticket import Ticket
-from pdxfer.transfer import TARGET, Cancel, Event, Hold, Offer, State
+from pdxfer.transfer import TARGET, Cancel, Event, Hold, Intake, Offer, State
 
 if TYPE_CHECKING:
     from pdxfer.agent.peers import Peer
@@ -50,8 +53,11 @@ if TYPE_CHECKING:
 __all__ = ["Fetch", "Received"]
 
 _JOIN_S = 10.0
+_ASK_BYTES_MAX = 48 << 10  # of an Open that fits into a frame's header
 _ABORT_S = 1.0
 _log = logging.getLogger("pdxfer.agent")
+
+_Greeted = tuple[Intake, wire.Opened]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -281,12 +287,12 @@ class Fetch:
             address, channel = self._lend(peer, fresh=fresh)
         try:
             with stats.stage("negotiate"):
-                opened = self._open(peer, plan, edge, program, address)
+                opened, greeted = self._open(peer, plan, edge, program, address, channel)
             with self._lock:
                 self._opened = [(p, o) for p, o in self._opened if p.address != peer.address] + [(peer, opened)]
             stats.transport, stats.mode = address.partition("://")[0], opened.mode.value
             self._mark("opened", f"{_name(edge)} over {stats.transport}, {stats.mode}")
-            reader = self._reader(peer, opened, program, channel, stats)
+            reader = self._reader(peer, opened, program, channel, stats, greeted)
             reader.run()
             self._mark("moved", _name(edge))
             with stats.stage("negotiate"):
@@ -327,7 +333,10 @@ class Fetch:
         with stats.stage("plan"):
             return EdgeProgram(plan, edge, self.shape, chunk_bytes=self.agent.config.chunk_bytes), stats
 
-    def _open(self, peer: Peer, plan: Plan, edge: Edge, program: EdgeProgram, address: str) -> Opened:
+    def _open(
+        self, peer: Peer, plan: Plan, edge: Edge, program: EdgeProgram, address: str, channel: PeerChannel,
+    ) -> tuple[Opened, _Greeted | None]:  # fmt: skip
+        """Open the edge on its channel, which says Hello, too, or by control."""
         config = self.agent.config
         message = Open(
             transfer=self.ticket.transfer, ticket=self.ticket.encode().encode(), epoch=self.agent.epoch,
@@ -336,7 +345,13 @@ class Fetch:
             relay=edge.relay, transport=address, mode=Mode.PACKED if config.mode == "packed" else Mode.DIRECT,
             chunk_bytes=config.chunk_bytes,
         )  # fmt: skip
-        opened = self._ask(lambda timeout_s: peer.client.open(message, timeout_s=timeout_s), patient=edge.relay)
+        greeted = None
+        if self.agent.transports[address.partition("://")[0]].same_user:
+            greeted = self._open_on(channel, message, program)
+        if greeted is not None:
+            opened = _decoded(greeted[1])
+        else:
+            opened = self._ask(lambda timeout_s: peer.client.open(message, timeout_s=timeout_s), patient=edge.relay)
         if (opened.chunks, opened.payload_bytes) != (len(program.chunks), program.payload_bytes):
             have, want = (opened.chunks, opened.payload_bytes), (len(program.chunks), program.payload_bytes)
             raise IncompatibleError(
@@ -344,7 +359,17 @@ class Fetch:
             )
         if opened.epoch != peer.description.epoch:
             raise StaleError(f"{peer.address} restarted while we asked", reason="EPOCH_CHANGED")
-        return opened
+        return opened, greeted
+
+    def _open_on(self, channel: PeerChannel, message: Open, program: EdgeProgram) -> _Greeted | None:
+        """What the source answers on the channel itself: a wake-up instead of a call. None: ask by control."""
+        config, request = self.agent.config, METHODS["Open"].request.encode(message)
+        if len(request) > _ASK_BYTES_MAX:
+            return None
+        intake = Intake(len(program.chunks), config.window)
+        frame = wire.Ask(secrets.token_bytes(wire.SESSION_BYTES), request, config.digests, intake.credit())
+        answer = ask(channel, frame, self._cancel, min(self.deadline_s, time.monotonic() + config.call_s))
+        return None if answer is None else (intake, answer)
 
     def _ask(self, call: Callable[[float], Opened], *, patient: bool) -> Opened:
         """Call until it is answered; a busy source, or a sibling that is not ready, is asked again in time."""
@@ -363,8 +388,9 @@ class Fetch:
                 self._cancel.wait(min(error.retry_after_s, left_s))
 
     def _reader(
-        self, peer: Peer, opened: Opened, program: EdgeProgram, channel: PeerChannel, stats: EdgeStats
-    ) -> EdgeReader:
+        self, peer: Peer, opened: Opened, program: EdgeProgram, channel: PeerChannel, stats: EdgeStats,
+        greeted: _Greeted | None,
+    ) -> EdgeReader:  # fmt: skip
         config = self.agent.config
         renewed = [time.monotonic()]
 
@@ -384,6 +410,7 @@ class Fetch:
             transfer=self.ticket.transfer, generation=opened.generation, session=opened.session, mode=opened.mode,
             program=program, target=self.side, peer=channel, cancel=self._cancel, deadline_s=self.deadline_s,
             renew=renew, stats=stats, window=config.window, digests=config.digests, kernel=config.kernel,
+            greeted=greeted,
         )  # fmt: skip
 
     def _complete(self, peer: Peer, opened: Opened, stats: EdgeStats) -> None:
@@ -497,6 +524,15 @@ def _clear_frames(error: BaseException | None) -> None:
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
+
+
+def _decoded(answer: wire.Opened) -> Opened:
+    try:
+        opened: Opened = METHODS["Open"].response.decode(answer.answer)
+    except MisuseError as error:
+        what = f"the source gave Open an answer that can't be used: {error.message}"
+        raise PeerError(what, reason="PROTOCOL") from error
+    return opened
 
 
 class _Again(Exception):  # not an error: what we kept of a peer was out of date

@@ -21,16 +21,19 @@ from typing import Any
 from pdxfer import packing, wire
 from pdxfer.agent.arena import Arena
 from pdxfer.driver import source_regions, source_tables
-from pdxfer.errors import DeadlineError, InternalError, PdxferError, PeerError, StaleError, TransportError
+from pdxfer.errors import DeadlineError, InternalError, MisuseError, PdxferError, PeerError, StaleError, TransportError
 from pdxfer.messages import Mode
 from pdxfer.packing import Chunk, EdgeProgram, Side
 from pdxfer.transport import Channel, Region, Sending
 
-__all__ = ["SourceSession", "serve_channel"]
+__all__ = ["Ask", "SourceSession", "serve_channel"]
 
 _SLICE_S = 0.1  # how long a blocked thread stays deaf to close
 _NAME_BYTES = 1100  # a table's name of 256 characters and the numbers beside it, at most
 _log = logging.getLogger("pdxfer.driver")
+
+#: Opens a transfer as control would: the encoded Open in, the session's name and the encoded answer out.
+Ask = Callable[[bytes], tuple[bytes, bytes]]
 
 
 class Sent:
@@ -133,23 +136,26 @@ class SourceSession:
         self._busy.release()
         return True
 
-    def begin(self, channel: Channel, hello: wire.Hello, exported: set[int]) -> None:
-        """Answer Hello: in direct mode, export regions and tell page tables."""
-        self._channel, self.digests = channel, hello.digests
+    def begin(self, channel: Channel, digests: bool) -> None:
+        """From here on ``channel`` serves it; raises StaleError when it is over."""
+        self._channel, self.digests = channel, digests
         if self._closed:
             raise StaleError(f"{self.transfer}: the session is closed")
         self.check_live()
-        if self.mode is not Mode.DIRECT:
+
+    def export(self, channel: Channel, exported: set[int]) -> None:
+        """In direct mode, let the reader see the regions that it does not know yet."""
+        if self.mode is not Mode.DIRECT or len(exported) == len(self.regions):
             return
         for index in sorted(source_regions(self.program) - exported):
             header = wire.encode(wire.Exported(self.session, index))
             channel.export_region(self.regions[index], header, timeout_s=self.stall_s)
             exported.add(index)
-        for frame in self._tables():
-            channel.send_all(wire.encode(frame), timeout_s=self.stall_s)
 
-    def _tables(self) -> Iterator[wire.Tables]:
-        """The source's page tables that the edge uses, in as few frames as hold them."""
+    def tables(self) -> Iterator[wire.Tables]:
+        """In direct mode, the source's page tables that the edge uses, in as few frames as hold them."""
+        if self.mode is not Mode.DIRECT:
+            return
         pieces, room = list[list[Any]](), wire.TABLES_BYTES_MAX
         for name in source_tables(self.program):
             table = self.source.tables[name].astype("<i8").tobytes()
@@ -207,14 +213,22 @@ class SourceSession:
 
 
 def serve_channel(
-    channel: Channel, lookup: Callable[[bytes], SourceSession], staging: Arena, stop: threading.Event, stall_s: float
+    channel: Channel,
+    lookup: Callable[[bytes], SourceSession],
+    ask: Ask | None,
+    staging: Arena,
+    stop: threading.Event,
+    stall_s: float,
 ) -> None:
     """Serve one accepted channel until it or the agent closes; one session after the other.
+
+    Args:
+        lookup: finds the session that a Hello names. ask: opens one, or None where only control may.
 
     Whatever one session does wrong ends that session with a Fail frame; whatever the channel does wrong ends
     the channel. Staging is given back in every case.
     """
-    served = _Served(channel, lookup, Sent(staging, stall_s))
+    served = _Served(channel, lookup, ask, Sent(staging, stall_s))
     try:
         while not stop.is_set():
             served.sent.reap()
@@ -238,41 +252,71 @@ def serve_channel(
 class _Served:
     """One channel and the session that it serves now."""
 
-    def __init__(self, channel: Channel, lookup: Callable[[bytes], SourceSession], sent: Sent) -> None:
-        self.channel, self.lookup, self.sent = channel, lookup, sent
+    def __init__(self, channel: Channel, lookup: Callable[[bytes], SourceSession], ask: Ask | None, sent: Sent) -> None:
+        self.channel, self.lookup, self.ask, self.sent = channel, lookup, ask, sent
+        self.answers = b""  # the session that a failure is to name
         self.exported: set[int] = set()
         self.current: SourceSession | None = None
 
     def handle(self, frame: wire.Frame) -> None:
         """Do what a frame asks for; raises TransportError when the channel is over."""
+        self.answers = frame.session
         try:
             self._dispatch(frame)
         except TransportError:
             raise
         except Exception as raised:  # noqa: BLE001 - our own bug must reach the target as an error, too
             error = raised if isinstance(raised, PdxferError) else _own_bug(raised)
-            transfer = self.current.transfer if self.current else "?"
-            _log.warning("transfer %s: %s", transfer, error.message)
-            fail = wire.Fail(frame.session, type(error).__name__, error.reason, error.message[:1024])
+            if self.current is not None:  # else control says it: to Ask, it is just a no
+                _log.warning("transfer %s: %s", self.current.transfer, error.message)
+            fail = wire.Fail(self.answers, type(error).__name__, error.reason, error.message[:1024])
             self.channel.send_all(wire.encode(fail), timeout_s=_SLICE_S)
 
     def _dispatch(self, frame: wire.Frame) -> None:
-        chunks: list[int] = []
-        if isinstance(frame, wire.Hello):
-            self.current = self.lookup(frame.session)
-            self.current.begin(self.channel, frame, self.exported)
-            chunks = frame.chunks
+        if isinstance(frame, (wire.Hello, wire.Ask)):
+            self.current = None
+            self._begin(frame)
+            return
         session = self.current
         if session is None or frame.session != session.session:
             return  # a late frame of a session that is over
         if isinstance(frame, wire.Want):
-            chunks = frame.chunks
+            self._answer(session, frame.chunks)
         elif isinstance(frame, wire.Done):
             session.complete(session, frame.generation)
             self.current = None
-            self.channel.send_all(wire.encode(wire.Closed(frame.session)), timeout_s=session.stall_s)
-        elif not isinstance(frame, wire.Hello):
+            self._send(wire.Closed(frame.session), session)
+        else:
             raise PeerError(f"a target does not send {type(frame).__name__}", reason="PROTOCOL")
+
+    def _begin(self, frame: wire.Hello | wire.Ask) -> None:
+        """Tell the reader all that it must know before it can read, then what it wants first.
+
+        What Ask answers has the first page tables with it: a wake-up less where no region has to come before them.
+        """
+        name, answer = frame.session, b""
+        if isinstance(frame, wire.Ask):
+            if self.ask is None:
+                raise MisuseError("transfers are opened by control here")
+            name, answer = self.ask(frame.request)
+        session = self.lookup(name)
+        session.begin(self.channel, frame.digests)
+        tables = session.tables()
+        if isinstance(frame, wire.Ask):
+            known = len(self.exported) == len(session.regions)
+            first = next(tables, None) if known else None
+            pieces, last = (first.pieces, first.last) if first else ([], False)
+            self._send(wire.Opened(frame.session, answer, pieces, last), session)
+        self.current, self.answers = session, name
+        session.export(self.channel, self.exported)
+        for told in tables:
+            self._send(told, session)
+        self._answer(session, frame.chunks)
+
+    def _send(self, frame: wire.Frame, session: SourceSession) -> None:
+        self.channel.send_all(wire.encode(frame), timeout_s=session.stall_s)
+
+    def _answer(self, session: SourceSession, chunks: list[int]) -> None:
         for chunk in chunks:
             session.answer(self.channel, chunk, self.sent)
 

@@ -33,6 +33,8 @@ from pdxfer.agent.quotas import CallRates
 from pdxfer.agent.serve import serve_channel
 from pdxfer.agent.source import OnEnd, Source
 from pdxfer.control import Caller, ControlServer, Credentials
+from pdxfer.control.convert import METHODS
+from pdxfer.control.tls import LOCAL
 from pdxfer.directory import PrivateDirectory
 from pdxfer.errors import (
     DeadlineError,
@@ -485,7 +487,16 @@ class Agent(ControlHandler):
             except TransportError:
                 return
             arena, stall_s = self.memory.arena(scheme), self.config.stall_s
-            self._spawn(f"serve-{scheme}", serve_channel, channel, source.lookup, arena, self._stop, stall_s)
+            ask = self._ask_open if self.transports[scheme].same_user else None
+            self._spawn(f"serve-{scheme}", serve_channel, channel, source.lookup, ask, arena, self._stop, stall_s)
+
+    def _ask_open(self, request: bytes) -> tuple[bytes, bytes]:
+        """Open, asked for on a data channel by a process of our user: see ``serve.Ask``."""
+        method = METHODS["Open"]
+        message = method.request.decode(request)
+        self._admit_call(LOCAL, message.target_worker)
+        opened = self.open(message, deadline_s=self.config.call_s)
+        return opened.session, method.response.encode(opened)
 
     def _sweep(self, source: Source) -> None:
         rounds = itertools.count()

@@ -87,7 +87,7 @@ class FaultyTransport(Transport):
 
     def __init__(self, inner: Transport, plan: FaultPlan) -> None:
         super().__init__()
-        vars(self).update(scheme=inner.scheme, can_export=inner.can_export)
+        vars(self).update(scheme=inner.scheme, can_export=inner.can_export, same_user=inner.same_user)
         self._inner, self.plan = inner, plan
         self.fired: list[Fault] = []
 

@@ -43,6 +43,7 @@ class MemoryTransport(LocalMemoryTransport):
 
     scheme: ClassVar[str] = "memory"
     can_export: ClassVar[bool] = True
+    same_user: ClassVar[bool] = True
 
     def __init__(self) -> None:
         super().__init__()

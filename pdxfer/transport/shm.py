@@ -55,6 +55,7 @@ class ShmTransport(Transport):
 
     scheme: ClassVar[str] = "shm"
     can_export: ClassVar[bool] = True
+    same_user: ClassVar[bool] = True
 
     def __init__(self, *, directory: str = "", readers: Literal["peer", "any"] = "peer") -> None:
         super().__init__()

@@ -433,7 +433,10 @@ class Fetch:
                 raise DeadlineError(f"{self.ticket.transfer}: a sibling did not read its share in time")
             self._cancel.wait(0.0005)
         while relay is not None and not self.agent.source.end_relay(self.ticket.transfer, "completed"):
-            self._cancel.wait(0.0005)  # a session that a sibling has replaced is closed, but its thread packs a chunk
+            self._cancel.check()  # a session that a sibling has replaced is closed, but its thread still packs a chunk
+            if time.monotonic() > self.deadline_s:
+                raise DeadlineError(f"{self.ticket.transfer}: a thread of ours still packs for a sibling")
+            self._cancel.wait(0.0005)
 
     # -- the end ---------------------------------------------------------------------------------------
 

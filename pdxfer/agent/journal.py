@@ -56,8 +56,8 @@ class Timeline:
     peer: str = ""
     layout: str = ""
     trace: str = ""
-    began_at: float = field(default_factory=lambda: time.time())
-    began_s: float = field(default_factory=lambda: time.monotonic())
+    began_at: float = field(default_factory=time.time)
+    began_s: float = field(default_factory=time.monotonic)
     ended_s: float = 0.0
     marks: list[tuple[float, str, str]] = field(default_factory=list)
     edges: list[EdgeStats] = field(default_factory=list)

@@ -67,7 +67,7 @@ class _Record:
     tenant: str = ""
     reader: str = ""
     fence: Callable[[], None] | None = None
-    born_s: float = field(default_factory=lambda: time.monotonic())
+    born_s: float = field(default_factory=time.monotonic)
     hold: Hold | None = None
     on_end: OnEnd | None = None
     plan: Plan | None = None
@@ -76,7 +76,7 @@ class _Record:
     sessions: dict[bytes, SourceSession] = field(default_factory=dict)
     session_names: list[bytes] = field(default_factory=list)
     read: set[bytes] = field(default_factory=set)
-    fencing: threading.Lock = field(default_factory=lambda: threading.Lock())
+    fencing: threading.Lock = field(default_factory=threading.Lock)
 
     def quiet(self) -> bool:
         """Whether no thread reads its pages, nor will."""

@@ -64,7 +64,8 @@ from pdxfer.messages import (
 )
 from pdxfer.packing import RequestShape
 from pdxfer.ticket import RankIssuer, Ticket
-from pdxfer.transport import Listener, Region, Transport, create_transport
+from pdxfer.transport import NETWORK_SCHEMES, Listener, Region, Transport, create_transport
+from pdxfer.transport.curve import new_keys
 
 __all__ = ["Agent", "host_name"]
 
@@ -101,10 +102,11 @@ class Agent(ControlHandler):
         try:
             self.credentials = None if config.tls is None else Credentials(config.tls)
             self.peers.trust(self.credentials, insecure=config.insecure)
+            keys = new_keys()
             for scheme in config.transports:
                 options: dict[str, Any] = {}
-                if scheme == "tcp":
-                    options = {"curve": config.tls is not None, "insecure": config.insecure}
+                if scheme in NETWORK_SCHEMES:
+                    options = {"curve": config.tls is not None, "curve_keys": keys, "insecure": config.insecure}
                 options.update(config.transport_options.get(scheme, {}))
                 self.transports[scheme] = create_transport(scheme, **options)
         except BaseException:

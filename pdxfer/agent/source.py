@@ -346,9 +346,10 @@ class Source:
         transport = self.memory.transports.get(message.transport.partition("://")[0])
         if transport is None:
             raise MisuseError(f"transport {message.transport!r} is not served here")
-        exported = transport.can_export and len(self.memory.regions) == len(program.source_rank.regions)
+        shown = [r for r in self.memory.regions.values() if r.descriptor.scheme == transport.scheme]
+        exported = transport.can_export and len(shown) == len(program.source_rank.regions)
         able = exported and self.config.mode != "packed" and not any(item.converts for item in program.items)
-        if able and self.config.mode == "auto" and any(r.descriptor.address for r in self.memory.regions.values()):
+        if able and self.config.mode == "auto" and any(r.descriptor.address for r in shown):
             able = program.run_bytes() >= _READ_RUN_BYTES  # else it is quicker packed by us than read run by run
         return Mode.DIRECT if able and message.mode is Mode.DIRECT else Mode.PACKED
 

@@ -30,6 +30,7 @@ from pdxfer.transport.regions import Region, RegionDescriptor, RemoteRegion
 
 __all__ = [
     "MAX_HEADER_BYTES",
+    "NETWORK_SCHEMES",
     "WINDOW_MESSAGES",
     "Address",
     "Channel",
@@ -56,9 +57,14 @@ class _BuiltIn:
 
 _BUILT_IN = {
     "memory": _BuiltIn(module="pdxfer.transport.memory", name="MemoryTransport"),
+    "nixl": _BuiltIn(module="pdxfer.transport.nixl", name="NixlTransport", install="pdxfer[nixl]"),
     "shm": _BuiltIn(module="pdxfer.transport.shm", name="ShmTransport"),
     "tcp": _BuiltIn(module="pdxfer.transport.tcp", name="TcpTransport", install="pyzmq"),
 }
+
+
+#: Those whose listeners are ZMQ's, with its options: ``curve``, ``curve_keys``, ``insecure``, ``contact_host`` ...
+NETWORK_SCHEMES = frozenset({"nixl", "tcp"})
 
 
 def known_schemes() -> dict[str, str]:
@@ -79,11 +85,12 @@ def create_transport(scheme: str, **options: Any) -> Transport:
         return transport(**options)
     except TypeError as error:
         raise MisuseError(f"the {scheme} transport can't be made with {sorted(options)}: {error}") from error
+    except ImportError as error:
+        raise _missing(scheme, error) from error
 
 
 def _load(scheme: str) -> type[Transport]:
     built_in, plugin = _BUILT_IN.get(scheme), _plugins().get(scheme)
-    install = built_in.install if built_in else ""
     try:
         if built_in:
             found = getattr(import_module(built_in.module), built_in.name)
@@ -99,11 +106,16 @@ def _load(scheme: str) -> type[Transport]:
                 hint="other packages add transports by an entry point in group pdxfer.transports",
             )
     except ImportError as error:
-        hint = f"pip install {install}" if install else ""
-        raise MisuseError(f"the {scheme} transport needs a library that is missing: {error}", hint=hint) from error
+        raise _missing(scheme, error) from error
     if not (isinstance(found, type) and issubclass(found, Transport)):
         raise MisuseError(f"the entry point for scheme {scheme!r} is {found!r}, not a Transport class")
     return found
+
+
+def _missing(scheme: str, error: ImportError) -> MisuseError:
+    install = _BUILT_IN[scheme].install if scheme in _BUILT_IN else ""
+    hint = f"pip install '{install}'" if install else ""
+    return MisuseError(f"the {scheme} transport needs a library that is missing: {error}", hint=hint)
 
 
 def _plugins() -> dict[str, EntryPoint]:

@@ -426,15 +426,17 @@ class LocalMemoryTransport(Transport):
     def allocate(self, nbytes: int, name: str = "") -> Region:
         """Return anonymous, page-aligned memory."""
         self._check_usable()
-        descriptor = self._describe(check_nbytes(nbytes, f"region {name!r}"), name)
+        check_nbytes(nbytes, f"region {name!r}")
         try:
             memory = anonymous_memory(nbytes)
         except (OSError, ValueError, OverflowError) as error:
             raise ExhaustedError(f"no memory for region {name!r} of {nbytes} bytes: {error}") from error
-        return self._adopt(Region(view=memory, descriptor=descriptor, on_close=self._disown))
+        return self._adopt(self._make_region(memory, name))
 
     def register(self, buffer: Any, name: str = "") -> Region:
         """Borrow ``buffer``."""
         self._check_usable()
-        view = writable_view(buffer, f"region {name!r}")
-        return self._adopt(Region(view=view, descriptor=self._describe(view.nbytes, name), on_close=self._disown))
+        return self._adopt(self._make_region(writable_view(buffer, f"region {name!r}"), name))
+
+    def _make_region(self, view: memoryview, name: str) -> Region:
+        return Region(view=view, descriptor=self._describe(view.nbytes, name), on_close=self._disown)

@@ -2,7 +2,7 @@
 
 In come sockets and the public keys of peers that introduced themselves; out come sockets that let in nobody else.
 A listener's public key is part of its contact address, which travels in the (mutual TLS) answer to Describe; the
-connecting side's key travels in Describe itself. Keys are made anew by every transport and never written anywhere.
+connecting side's key travels in Describe itself. Keys are made anew by every agent and never written anywhere.
 
 ZMQ asks (ZAP, RFC 27) on an inproc socket whether a key is let in; the transport's I/O thread answers.
 """
@@ -18,7 +18,7 @@ from zmq.utils import z85
 from pdxfer.errors import MisuseError
 from pdxfer.transport.tcp_io import IoThread
 
-__all__ = ["KEY_BYTES", "Curve"]
+__all__ = ["KEY_BYTES", "Curve", "new_keys"]
 
 KEY_BYTES = 32
 _PEERS_MAX = 4096
@@ -26,13 +26,18 @@ _ZAP = "inproc://zeromq.zap.01"
 _DOMAIN = b"pdxfer"
 
 
-class Curve:
-    """One transport's key pair and the keys it lets in. Thread-safe."""
+def new_keys() -> tuple[bytes, bytes] | None:
+    """Return a (public, secret) pair for all ZMQ transports of an agent, or None where libzmq has no CURVE."""
+    return zmq.curve_keypair() if zmq.has("curve") else None
 
-    def __init__(self, io: IoThread) -> None:
+
+class Curve:
+    """A key pair (a new one unless given) and the keys one transport lets in. Thread-safe."""
+
+    def __init__(self, io: IoThread, keys: tuple[bytes, bytes] | None = None) -> None:
         if not zmq.has("curve"):
             raise MisuseError("this libzmq has no CURVE", hint="install pyzmq from its own wheels")
-        public, self._secret = zmq.curve_keypair()
+        public, self._secret = keys or zmq.curve_keypair()
         self._public = public
         self.public_key: bytes = z85.decode(public)
         self._io = io

@@ -25,7 +25,7 @@ from typing import ClassVar
 
 import zmq
 
-from pdxfer.errors import DeadlineError, ExhaustedError, MisuseError, TransportError
+from pdxfer.errors import DeadlineError, ExhaustedError, MisuseError, PdxferError, TransportError
 from pdxfer.transport.base import (
     MAX_HEADER_BYTES,
     Address,
@@ -53,6 +53,7 @@ class TcpTransport(LocalMemoryTransport):
 
     Args:
         curve: listen with CURVE, and connect to nobody without it: only peers that ``admit`` was told of come in.
+        curve_keys: public and secret key, which transports of one agent share (``curve.new_keys``); else a new pair.
         insecure: let ``listen`` and ``connect`` use addresses of other hosts without, with nobody authenticated.
         contact_host: the host that peers should connect to when it is not the one bound to (a wildcard, a forwarded
             port); the port stays.
@@ -63,11 +64,13 @@ class TcpTransport(LocalMemoryTransport):
 
     scheme: ClassVar[str] = "tcp"
     can_export: ClassVar[bool] = False
+    magic: ClassVar[str] = MAGIC  # both sides must say the same
 
     def __init__(
         self,
         *,
         curve: bool = False,
+        curve_keys: tuple[bytes, bytes] | None = None,
         insecure: bool = False,
         contact_host: str = "",
         max_payload_bytes: int = 64 << 20,
@@ -88,10 +91,10 @@ class TcpTransport(LocalMemoryTransport):
             dead_after_s=dead_after_s,
         )
         try:
-            self.io = IoThread("pdxfer-tcp")
+            self.io = IoThread(self.magic)
         except (OSError, zmq.ZMQError) as error:
-            raise ExhaustedError(f"no thread or file descriptor for a tcp transport: {error}") from error
-        self._only_curve, self._curve = curve, Curve(self.io) if curve or zmq.has("curve") else None
+            raise ExhaustedError(f"no thread or file descriptor for a {self.scheme} transport: {error}") from error
+        self._only_curve, self._curve = curve, Curve(self.io, curve_keys) if curve or zmq.has("curve") else None
 
     @property
     def own_curve(self) -> Curve | None:
@@ -111,7 +114,7 @@ class TcpTransport(LocalMemoryTransport):
     def listen(self, address: str = "") -> Listener:
         """Bind; "" is a free loopback port, port 0 a free one of that host."""
         self._check_usable()
-        host, port = split_host_port(parse_address(address or "tcp://127.0.0.1:0").expect(self.scheme))
+        host, port = split_host_port(parse_address(address or f"{self.scheme}://127.0.0.1:0").expect(self.scheme))
         resolved = self._check_bind(host)
         return self._adopt(TcpListener(self, resolved, port))
 
@@ -120,7 +123,7 @@ class TcpTransport(LocalMemoryTransport):
         ip = ipaddress.ip_address(resolved.partition("%")[0])
         if not (ip.is_loopback or self._only_curve or self.insecure):
             raise MisuseError(
-                f"tcp://{host} can be reached from other hosts, and nothing authenticates them",
+                f"{self.scheme}://{host} can be reached from other hosts, and nothing authenticates them",
                 hint="bind to loopback, or set the agent's tls; insecure=True opens it to everybody who can reach it",
             )
         if ip.is_unspecified and not self.contact_host:
@@ -129,7 +132,7 @@ class TcpTransport(LocalMemoryTransport):
             )
         if not (ip.is_loopback or self._only_curve):
             self.insecure_listeners += 1
-            _log.warning("INSECURE: whoever can connect to tcp://%s can talk to the data plane", host)
+            _log.warning("INSECURE: whoever can connect to %s://%s can talk to the data plane", self.scheme, host)
         return resolved
 
     def connect(self, address: str, *, timeout_s: float) -> Channel:
@@ -157,7 +160,19 @@ class TcpTransport(LocalMemoryTransport):
         except concurrent.futures.TimeoutError:
             self.io.run(lambda: line.end("gave up"))
             raise DeadlineError(f"{address} did not accept in time") from None
+        try:
+            self._settle(channel, deadline, connected=True)
+        except BaseException:
+            channel.close()
+            raise
         return self._adopt(channel)
+
+    def make_channel(self, line: Line, peer_max_bytes: int) -> TcpChannel:
+        """Return this end of a channel. On the I/O thread."""
+        return TcpChannel(self, self.io, line, peer_max_bytes)
+
+    def _settle(self, channel: TcpChannel, deadline: Deadline, *, connected: bool) -> None:
+        """What else both ends have to agree on before a channel is handed out: nothing, over tcp alone."""
 
     def _begin(self, host: str, port: int, address: str, welcomed: Future[TcpChannel], secure: Secure | None) -> Line:
         """On the I/O thread: connect and say hello."""
@@ -174,15 +189,15 @@ class TcpTransport(LocalMemoryTransport):
 
         def on_message(frames: Frames) -> None:
             try:
-                max_bytes = _read_welcome(frames)
+                max_bytes = _read_welcome(frames, self.magic)
             except TransportError as error:
                 line.end(error.message)
                 return
-            welcomed.set_result(TcpChannel(self, self.io, line, max_bytes))
+            welcomed.set_result(self.make_channel(line, max_bytes))
             line.post([pack(READY)])
 
         line.on_end, line.on_message = on_end, on_message
-        line.post([pack(HELLO, MAGIC, VERSION, self.max_payload_bytes)])
+        line.post([pack(HELLO, self.magic, VERSION, self.max_payload_bytes)])
         return line
 
     def close(self) -> None:
@@ -206,12 +221,13 @@ class TcpListener(Listener):
         try:
             self._hub = self._io.run(lambda: self._bind(host, port))
         except zmq.ZMQError as error:
-            raise TransportError(f"can't listen at tcp://{join_host_port(host, port)}: {error}") from error
+            where = f"{transport.scheme}://{join_host_port(host, port)}"
+            raise TransportError(f"can't listen at {where}: {error}") from error
         bound_host, bound_port = split_host_port(parse_address(self._hub.bound).location)
         location = join_host_port(transport.contact_host or bound_host, bound_port)
         if transport.own_curve is not None:
             location += f"/{transport.public_key.hex()}"
-        self._contact_address = format_address(Address(scheme="tcp", location=location))
+        self._contact_address = format_address(Address(scheme=transport.scheme, location=location))
 
     def _bind(self, host: str, port: int) -> Hub:
         endpoint = f"tcp://{join_host_port(host, port)}"
@@ -222,7 +238,7 @@ class TcpListener(Listener):
 
     @property
     def contact_address(self) -> str:
-        """``tcp://host:port``, with the real port."""
+        """``scheme://host:port``, with the real port."""
         return self._contact_address
 
     def _on_hello(self, line: Line, frames: Frames) -> None:
@@ -230,10 +246,10 @@ class TcpListener(Listener):
         line.on_message = lambda _: line.end("the peer didn't wait for its welcome")
         try:
             kind, magic, version, max_bytes = parse_fields(_only(frames), "the hello", int, str, int, int)
-            if (kind, magic, version) != (HELLO, MAGIC, VERSION) or not 1 <= max_bytes <= 1 << 31:
+            if (kind, magic, version) != (HELLO, self._transport.magic, VERSION) or not 1 <= max_bytes <= 1 << 31:
                 raise TransportError(f"the peer speaks {magic[:32]} {version}")
         except TransportError:
-            self._refuse(line, f"this side speaks {MAGIC} {VERSION}")
+            self._refuse(line, f"this side speaks {self._transport.magic} {VERSION}")
             return
         with self._changed:
             self._waiting = deque(entry for entry in self._waiting if entry[0].alive)
@@ -260,8 +276,16 @@ class TcpListener(Listener):
                     raise DeadlineError(f"nobody connected to {self.contact_address} in time")
                 line, max_bytes = self._waiting.popleft()
             channel = self._try_welcome(line, max_bytes, deadline)
-            if channel is not None:
+            if channel is not None and self._settled(channel, deadline):
                 return self._transport._adopt(channel)
+
+    def _settled(self, channel: TcpChannel, deadline: Deadline) -> bool:
+        try:
+            self._transport._settle(channel, Deadline(max(deadline.left_s(_READY_S), 1.0)), connected=False)
+        except PdxferError:
+            channel.close()
+            return False
+        return True
 
     def _try_welcome(self, line: Line, max_bytes: int, deadline: Deadline) -> TcpChannel | None:
         ready: Future[TcpChannel | None] = Future()
@@ -272,7 +296,7 @@ class TcpListener(Listener):
             except TransportError:
                 kind = 0
             if kind == READY:
-                ready.set_result(TcpChannel(self._transport, self._io, line, max_bytes))
+                ready.set_result(self._transport.make_channel(line, max_bytes))
             else:
                 line.end("the peer didn't answer its welcome")
 
@@ -283,7 +307,7 @@ class TcpListener(Listener):
         def welcome() -> None:
             line.on_message, line.on_end = on_ready, on_end
             if line.alive:
-                line.post([pack(WELCOME, MAGIC, VERSION, self._transport.max_payload_bytes)])
+                line.post([pack(WELCOME, self._transport.magic, VERSION, self._transport.max_payload_bytes)])
             else:
                 on_end("gone")
 
@@ -321,12 +345,12 @@ def _only(frames: Frames) -> memoryview:
     return frames[0].buffer
 
 
-def _read_welcome(frames: Frames) -> int:
+def _read_welcome(frames: Frames, own_magic: str) -> int:
     first = _only(frames)
     if first[:2] == pack(REFUSE, "")[:2]:
         raise TransportError(f"refused: {parse_fields(first, 'the refusal', int, str)[1]}")
     kind, magic, version, max_bytes = parse_fields(first, "the welcome", int, str, int, int)
-    if (kind, magic, version) != (WELCOME, MAGIC, VERSION) or not 1 <= max_bytes <= 1 << 31:
+    if (kind, magic, version) != (WELCOME, own_magic, VERSION) or not 1 <= max_bytes <= 1 << 31:
         raise TransportError(f"the peer speaks {magic[:32]} {version}")
     return int(max_bytes)
 
@@ -340,7 +364,7 @@ def split_host_port(location: str) -> tuple[str, int]:
         colon = ""
     if not (colon and host and port.isascii() and port.isdigit() and int(port) < 1 << 16):
         raise MisuseError(
-            f"tcp://{location} has no host and port", hint="write tcp://127.0.0.1:7000 or tcp://[::1]:7000"
+            f"{location!r} has no host and port", hint="write e.g. tcp://127.0.0.1:7000 or tcp://[::1]:7000"
         )
     return host, int(port)
 

@@ -107,7 +107,7 @@ class TcpChannel(Channel):
         self._line_ended = threading.Event()
         self._credits = CREDITS
         self._borrowed: deque[zmq.MessageTracker] = deque()
-        self._inbox: deque[Message] = deque()
+        self._inbox: deque[Any] = deque()  # Messages
         self._held = 0  # messages received and not granted again
         self._owed = 0  # of these, finished with
         line.on_message, line.on_end = self._on_message, self._on_end
@@ -141,11 +141,7 @@ class TcpChannel(Channel):
         deadline = Deadline(timeout_s)
         check_header(header)
         view = byte_view(_EMPTY if payload is None else payload, "payload")
-        if view.nbytes > self._peer_max_bytes:
-            raise MisuseError(
-                f"the payload has {view.nbytes} bytes; the peer takes {self._peer_max_bytes}",
-                hint="send smaller messages, or raise max_payload_bytes of the peer's tcp transport",
-            )
+        self._check_taken(view.nbytes)
         with self._alone(self._sender, "send"):
             self._spend_credit(deadline)
             frames: list[bytes | zmq.Frame] = [pack(DATA), header]
@@ -158,6 +154,13 @@ class TcpChannel(Channel):
                 frames.append(bytes(view))
             self._io.call(lambda: self._line.post(frames))
             return sending
+
+    def _check_taken(self, nbytes: int) -> None:
+        if nbytes > self._peer_max_bytes:
+            raise MisuseError(
+                f"the payload has {nbytes} bytes; the peer takes {self._peer_max_bytes}",
+                hint="send smaller messages, or raise max_payload_bytes of the peer's transport",
+            )
 
     def _spend_credit(self, deadline: Deadline) -> None:
         with self._changed:
@@ -183,19 +186,26 @@ class TcpChannel(Channel):
         deadline = Deadline(timeout_s)
         with self._alone(self._receiver, "receive"):
             with self._changed:
-                self._changed.wait_for(lambda: self.ended or self._inbox, deadline.left_s())
-                if self._closed or (self._broken and not self._inbox):
+                self._changed.wait_for(lambda: self._has_next() or self.ended, deadline.left_s())
+                if self._closed or (self._broken and not self._has_next()):
                     raise TransportError(self._why())
-                if not self._inbox:
+                if not self._has_next():
                     raise DeadlineError("no message came in time")
-                message = self._inbox.popleft()
+                message = self._take_next()
             if not message.payload.nbytes:
                 self._give_back()
             return message
 
+    def _has_next(self) -> bool:
+        return bool(self._inbox)
+
+    def _take_next(self) -> Message:
+        message: Message = self._inbox.popleft()
+        return message
+
     def export_region(self, region: Region, header: bytes, *, timeout_s: float) -> None:
-        """Always MisuseError: no memory can be read over tcp."""
-        raise MisuseError("tcp:// can't export regions", hint="send the bytes as payload (packed mode)")
+        """Always MisuseError: no memory can be read over ZMQ."""
+        raise MisuseError("this transport can't export regions", hint="send the bytes as payload (packed mode)")
 
     def _give_back(self) -> None:
         with self._changed:
@@ -224,9 +234,13 @@ class TcpChannel(Channel):
             if self._closed:
                 return
             self._closed = True
-            self._inbox.clear()
+            unread, self._inbox = list(self._inbox), deque()
             self._changed.notify_all()
+        self._discard(unread)
         self._io.call(lambda: self._line.post([pack(BYE)]))
+
+    def _discard(self, messages: list[Any]) -> None:
+        """Nobody will receive these: nothing to do, for the memory of what ZMQ received goes with them."""
 
     # The I/O thread.
 
@@ -249,7 +263,7 @@ class TcpChannel(Channel):
         if first == _DATA and 2 <= len(frames) <= 3:
             self._take(frames)
         elif first == _BYE:
-            self._line.end("the peer closed the channel")
+            self._on_goodbye()
         elif len(frames) == 1:
             kind, count = parse_fields(first, "a message", int, int)
             if kind != GRANT or not 1 <= count <= CREDITS - self._credits:
@@ -260,16 +274,23 @@ class TcpChannel(Channel):
         else:
             raise TransportError("the peer sent a message of an unknown kind")
 
+    def _on_goodbye(self) -> None:
+        self._line.end("the peer closed the channel")
+
     def _take(self, frames: Frames) -> None:
         header = frames[1].bytes if len(frames[1]) <= MAX_HEADER_BYTES else None
         if header is None or self._held >= CREDITS:
             raise TransportError("the peer sent a header that is too long, or more messages than it may")
         payload = memoryview(frames[2].buffer) if len(frames) == 3 else _EMPTY
         release: Callable[[], None] | None = self._give_back if payload.nbytes else None
+        self._enqueue(Message(header, payload, on_release=release))
+
+    def _enqueue(self, message: Any) -> None:
+        """Count a message against the credits and put it, or what will become it, in its place."""
         with self._changed:
             self._held += 1
             if not self._closed:
-                self._inbox.append(Message(header, payload, on_release=release))
+                self._inbox.append(message)
                 self._changed.notify_all()
 
 

@@ -11,15 +11,11 @@ from click.testing import CliRunner
 
 from pdxfer.bench import measure
 from pdxfer.bench.cli import bench
-from pdxfer.bench.copy import CASES
 from pdxfer.bench.plan import PlanOptions, _layouts
 from pdxfer.bench.vllm import _ratios
 from pdxfer.builders import PLACEMENTS
 from pdxfer.errors import MisuseError
-from pdxfer.kernels import native_available
 from pdxfer.models import load_config, spec_from_config
-
-needs_kernel = pytest.mark.skipif(not native_available(), reason="the ceiling is a loop of the compiled kernel")
 
 
 def run(*argv: str) -> dict:
@@ -76,52 +72,6 @@ def test_plan_table_and_csv() -> None:
     text = shown(*PLAN)
     assert all(placement in text for placement in PLACEMENTS)
     assert "contiguous copy of 1 MB" in text
-
-
-@needs_kernel
-def test_copy_counts() -> None:
-    results = run("copy", "--repeats", "1", "--megabytes", "2")
-    assert [case["case"] for case in results["cases"]] == [case.name for case in CASES]
-    for case, row in zip(CASES, results["cases"], strict=True):
-        assert row["nbytes"] == 2 << 20
-        assert row["runs"] == ((2 << 20) // case.run_bytes if case.run_bytes >= 512 else 0)
-        ways = [way["way"] for way in row["rows"]]
-        assert ways[0] == row["ceiling"]
-        assert {"direct", "direct, digests", "packed", "packed, digests", "source digests"} <= set(ways)
-        refused = {note.partition(":")[0] for note in row["notes"]}
-        if case.run_bytes >= 512:
-            assert {"process_vm_readv", "direct, numpy kernel"} <= set(ways) | refused
-        for way in row["rows"][1:]:
-            assert way["gb_per_s"] > 0
-            assert 0 < way["ratio_p10"] <= way["ratio"] <= way["ratio_p90"]
-
-
-@needs_kernel
-def test_copy_table_and_choice_of_cases() -> None:
-    text = shown("copy", "--repeats", "1", "--megabytes", "1", "--case", "4 KiB")
-    assert "4 KiB runs: 1 MB in 256 runs" in text
-    assert "16 KiB" not in text
-    with pytest.raises(MisuseError, match="no case begins with 5 KiB"):
-        CliRunner().invoke(bench, ["copy", "--case", "5 KiB"], catch_exceptions=False)
-
-
-def test_ratios_are_between_neighbours() -> None:
-    order: list[str] = []
-    found = measure.against(
-        lambda: order.append("ceiling"),
-        {name: lambda name=name: order.append(name) for name in "ab"},
-        3,
-        lambda _: None,
-    )
-    assert order == ["ceiling", "a", "ceiling", "b"] * 4, "one round for nothing, three that count"
-    assert all(len(r.job.wall_s) == len(r.ceiling.wall_s) == 3 for r in found.values())
-    ratio = measure.Ratio(measure.Samples([2.0, 4.0, 1.0], [1.0] * 3), measure.Samples([1.0, 2.0, 3.0], [0.5] * 3))
-    assert ratio.to_json() == {
-        "ratio": 0.5,
-        "ratio_p10": pytest.approx(0.5),
-        "ratio_p90": pytest.approx(2.5),
-        "ratio_cpu": 0.5,
-    }
 
 
 @pytest.mark.parametrize(

@@ -163,6 +163,13 @@ def test_handoff_in_one_process_as_csv_and_table() -> None:
     assert "plan / pack / wire" in table
 
 
+def test_an_engines_own_memory() -> None:
+    argv = ("--model", "fragments-4KiB", "--tokens", "32", "--runs", "1", "--no-engines", "--processes", "worker")
+    rows = run("handoff", *argv, "--memory", "own", "--mode", "direct")["rows"]
+    assert (rows[1]["mode"], rows[1]["memory"]) == ("direct", "own")
+    assert rows[1]["verified_bytes"] == rows[1]["bytes_payload"] == 20 * 4096
+
+
 def test_two_hosts_need_one_address() -> None:
     argv = ["handoff", "--layers", "4", "--tokens", "20", "--runs", "1"]
     other = [sys.executable, "-m", "pdxfer", "bench", "handoff", "--listen", "tcp://127.0.0.1:0", "--max-time", "60"]
@@ -328,8 +335,9 @@ def test_a_silent_end_costs_no_more_than_the_clock() -> None:
 def test_a_child_ends_with_its_parent() -> None:
     """Kill a parent that has a child: the child's input ends, and so does the child, which closes our pipe."""
     code = (
-        "import time\nfrom pdxfer.bench.copy import serve\nfrom pdxfer.bench.peer import Child, Clock\n"
-        "child = Child(serve, Clock(), regions=[4096])\nprint(child.line.hear()['address'], flush=True)\n"
+        "import time\nfrom pdxfer.bench.link import serve\nfrom pdxfer.bench.peer import Child, Clock\n"
+        "child = Child(serve, Clock(), scheme='shm', op_type='WRITE', threads=1, nbytes=4096)\n"
+        "print(child.line.hear()['address'], flush=True)\n"
         "time.sleep(600)"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

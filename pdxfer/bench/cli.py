@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from pdxfer.bench.measure import Tick
 
-__all__ = ["bench", "compare", "copy", "handoff", "link", "plan", "report", "vllm"]
+__all__ = ["bench", "compare", "handoff", "link", "plan", "report", "vllm"]
 
 _json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 
@@ -50,28 +50,9 @@ _csv = click.option("--csv", "as_csv", is_flag=True, help="Print rows of comma-s
 _save_as = click.option("--save", default="", metavar="FILE", help="Write the JSON object there, too.")
 
 
-def _sizes(repeats: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """The options that all benches have."""
-
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        for option in (
-            _json,
-            click.option(
-                "--megabytes", type=click.IntRange(1), default=256, show_default=True, help="MiB copied at a time."
-            ),
-            click.option(
-                "--repeats", type=click.IntRange(1), default=repeats, show_default=True, help="Timed repeats."
-            ),
-        ):
-            command = option(command)
-        return command
-
-    return decorate
-
-
 @click.group()
 def bench() -> None:
-    """Measure copies, plans and hand-offs against this machine's own ceilings.
+    """Measure hand-offs, links and plans against this machine's own ceilings.
 
     Times mean something only beside the ceilings of the same run, and on a quiet machine.
     """
@@ -82,9 +63,11 @@ def bench() -> None:
 @click.option("--ranks", type=click.IntRange(1), default=16, show_default=True, help="TP on both sides.")
 @click.option("--tokens", type=click.IntRange(1), default=32768, show_default=True, help="Tokens of the request.")
 @click.option("--page-tokens", type=click.IntRange(1), default=16, show_default=True, help="Tokens per page.")
-@_sizes(15)
-@_csv
-@_save_as
+@click.option(
+    "--megabytes", type=click.IntRange(1), default=256, show_default=True, help="MiB of the memcpy beside it."
+)
+@click.option("--repeats", type=click.IntRange(1), default=15, show_default=True, help="Timed repeats.")
+@_choices(_json, _csv, _save_as)
 def plan(as_json: bool, as_csv: bool, save: str, **sizes: int) -> None:
     """Time a cold plan, and one rank's work per request, in three placements."""
     from pdxfer.bench.plan import PlanOptions, bench_plan, growth_points
@@ -93,22 +76,6 @@ def plan(as_json: bool, as_csv: bool, save: str, **sizes: int) -> None:
     measured = [options] * 3 + [point for _, point in growth_points(options)]
     steps = sum(5 * point.repeats + 1 for point in measured) + 1
     _report("plan", lambda tick: bench_plan(options, tick), steps, as_json, show.plan, as_csv=as_csv, save=save)
-
-
-@bench.command()
-@click.option("--case", "names", multiple=True, help="Only cases whose name begins so; may be repeated.")
-@_sizes(9)
-def copy(names: tuple[str, ...], repeats: int, megabytes: int, as_json: bool) -> None:
-    """Copy scattered pages of another process, beside a native loop of one memcpy per run."""
-    from pdxfer.bench.copy import CASES, CopyOptions, bench_copy
-    from pdxfer.errors import MisuseError
-
-    cases = tuple(case for case in CASES if not names or case.name.startswith(names))
-    if not cases:
-        raise MisuseError(f"no case begins with {' or '.join(names)}; there are {_names(CASES)}")
-    options = CopyOptions(repeats=repeats, megabytes=megabytes, cases=cases)
-    steps = len(cases) * (8 * (repeats + 1) + 1)
-    _report("copy", lambda tick: bench_copy(options, tick), steps, as_json, show.copy)
 
 
 @bench.command()
@@ -169,6 +136,8 @@ def link(transports: str, op_type: str, listen: str, peer: str, max_time: float,
 @click.option("--digest/--no-digest", default=True, show_default=True, help="Verify every byte in the target's pages.")
 @click.option("--verify/--no-verify", default=True, show_default=True, help="Compare all bytes after the runs.")
 @click.option("--engines/--no-engines", default=True, show_default=True, help="NIXL and Mooncake on the same bytes.")
+@click.option("--memory", type=click.Choice(["shared", "own"]), default="shared", show_default=True,
+              help="Of the source's caches: mappable by peers, or an engine's own.")  # fmt: skip
 @click.option("--chunk", default="8MiB", show_default=True, metavar="SIZE", help="Upper bound of one message.")
 @_choices(
     _count("--runs", 9, "Timed hand-offs."),
@@ -208,9 +177,10 @@ def handoff(
     return 0
 
 
-def _handoff_options(model: str, layers: int, transport: str, mode: str, digest: bool, chunk: str, runs: int,
-                     warmup: int, threads: int, processes: Any, engines: bool, verify: bool, peer: str, insecure: bool,
-                     **case: Any) -> Any:  # fmt: skip
+def _handoff_options(
+    model: str, layers: int, transport: str, mode: str, digest: bool, chunk: str, memory: str, runs: int, warmup: int,
+    threads: int, processes: Any, engines: bool, verify: bool, peer: str, insecure: bool, **case: Any,
+) -> Any:  # fmt: skip
     from pdxfer.bench.case import Case, load_spec
     from pdxfer.bench.handoff import Options
     from pdxfer.bench.ranks import Way
@@ -218,7 +188,7 @@ def _handoff_options(model: str, layers: int, transport: str, mode: str, digest:
 
     spec = load_spec(model, page_tokens=case["page_tokens"], layers=layers)
     way = Way(transport=transport, mode=mode, digests=digest, chunk_bytes=parse_bytes(chunk), threads=threads,
-              insecure=insecure)  # fmt: skip
+              memory=memory, insecure=insecure)  # fmt: skip
     facts = {"model": model, "layers": spec.num_layers}
     return Options(
         case=Case(spec=spec, **case), facts=facts, ways=(way,), runs=runs, warmup=warmup, threads=threads,
@@ -304,10 +274,6 @@ def vllm(
     finally:
         signal.signal(signal.SIGTERM, before)
     return 1 if any(found["error"] for found in results["connectors"]) else 0
-
-
-def _names(rows: Iterable[Any]) -> str:
-    return ", ".join(f"'{row.name}'" for row in rows)
 
 
 def _report(

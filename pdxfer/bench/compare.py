@@ -26,8 +26,8 @@ _OPERATORS: dict[str, Callable[[float, float], bool]] = {
 #: What says which row it is; all else in a row was measured.
 _IDENTITY = (
     "case", "row", "model", "layers", "prefill_tp", "decode_tp", "page_tokens", "tokens", "concurrency",
-    "fragmentation", "placement", "transport", "mode", "digests", "op_type", "threads", "block_size", "batch_size",
-    "placement", "ranks",
+    "fragmentation", "placement", "transport", "mode", "digests", "memory", "op_type", "threads", "block_size",
+    "batch_size", "ranks",
 )  # fmt: skip
 _METRICS = ("p50_ms", "p90_ms", "p99_ms", "gb_per_s", "bw_gb_per_s", "avg_lat_us", "pct_of_ceiling", "cold_p50_ms",
             "request_p50_ms")  # fmt: skip
@@ -83,7 +83,7 @@ def load(path: str) -> dict[str, Any]:
 
 def row_name(row: dict[str, Any]) -> str:
     """What a row is, in words."""
-    return " ".join(f"{name}={row[name]}" for name in dict.fromkeys(_IDENTITY) if row.get(name) not in (None, ""))
+    return " ".join(f"{name}={row[name]}" for name in _IDENTITY if row.get(name) not in (None, ""))
 
 
 def compare(first: str, second: str, conditions: Sequence[Condition]) -> dict[str, Any]:

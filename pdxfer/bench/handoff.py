@@ -319,6 +319,7 @@ def _handoff_row(way: Way, found: Sequence[tuple[float, _Outcome]], logical: int
         **_row(f"pdxfer {mode}, {'digests' if way.digests else 'no digests'}", "pdxfer", total, ceilings, one.nbytes),
         "mode": mode,
         "digests": way.digests,
+        "memory": way.memory,
         "offer_p50_ms": 1e3 * quantile([o.offer_s for o in outcomes], 0.5),
         "fetch_p50_ms": 1e3 * quantile([o.fetch_s for o in outcomes], 0.5),
         "added_p50_ms": 1e3 * quantile([t - c for t, c in zip(total, ceilings, strict=True)], 0.5),

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import os
 import platform
-import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -23,7 +22,7 @@ from typing import Any
 
 from pdxfer.kernels import native_available
 
-__all__ = ["SCHEMA_VERSION", "Ratio", "Samples", "Tick", "against", "contiguous_copy", "machine", "quantile", "repeat"]
+__all__ = ["SCHEMA_VERSION", "Samples", "Tick", "contiguous_copy", "machine", "quantile", "repeat"]
 
 SCHEMA_VERSION = 2
 #: Called with a label before each step, to show progress.
@@ -64,25 +63,6 @@ class Samples:
         }
 
 
-@dataclass(slots=True)
-class Ratio:
-    """A job's speed over its ceiling's, repeat by repeat."""
-
-    job: Samples = field(default_factory=Samples)
-    ceiling: Samples = field(default_factory=Samples)
-
-    def to_json(self) -> dict[str, float]:
-        """Median, p10 and p90 of the wall-clock ratios; the median of processor-time ratios."""
-        wall = [c / j for c, j in zip(self.ceiling.wall_s, self.job.wall_s, strict=True)]
-        cpu = [c / max(j, 1e-9) for c, j in zip(self.ceiling.cpu_s, self.job.cpu_s, strict=True)]
-        return {
-            "ratio": statistics.median(wall),
-            "ratio_p10": quantile(wall, 0.1),
-            "ratio_p90": quantile(wall, 0.9),
-            "ratio_cpu": statistics.median(cpu),
-        }
-
-
 def repeat(job: Callable[[], object], repeats: int, *, warmup: int = 1) -> Samples:
     """Run a job ``warmup`` times for nothing and ``repeats`` times for its time."""
     for _ in range(warmup):
@@ -91,20 +71,6 @@ def repeat(job: Callable[[], object], repeats: int, *, warmup: int = 1) -> Sampl
     for _ in range(repeats):
         samples.time(job)
     return samples
-
-
-def against(
-    ceiling: Callable[[], object], jobs: Mapping[str, Callable[[], object]], repeats: int, tick: Tick
-) -> dict[str, Ratio]:
-    """Run each job ``repeats`` times, its ceiling right before each; the first round is for nothing."""
-    found = {name: Ratio() for name in jobs}
-    for number in range(repeats + 1):
-        for name, job in jobs.items():
-            ratio = found[name] if number else Ratio()
-            ratio.ceiling.time(ceiling)
-            ratio.job.time(job)
-            tick(name)
-    return found
 
 
 def contiguous_copy(nbytes: int, repeats: int) -> Samples:

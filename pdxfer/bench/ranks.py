@@ -42,6 +42,7 @@ class Way:
 
     Attributes:
         chunk_bytes: bound of a message. threads: of one agent's copies, 0 for its own choice.
+        memory: of the source: ``shared``, which peers on its host can map, or ``own``, as an engine allocates it.
         insecure: meet other hosts, with nobody authenticated.
     """
 
@@ -50,6 +51,7 @@ class Way:
     digests: bool = True
     chunk_bytes: int = 8 << 20
     threads: int = 0
+    memory: str = "shared"
     insecure: bool = False
 
     def to_json(self) -> dict[str, Any]:
@@ -87,14 +89,19 @@ def serve(line: Line, *, case: dict[str, Any], way: dict[str, Any], end: End, ra
 class _Ranks:
     def __init__(self, case: Case, way: Way, end: End, ranks: Sequence[int], host: str, stack: ExitStack) -> None:
         self.case, self.end = case, end
+        self.anonymous = end == "prefill" and way.memory == "own"
         self.agents: dict[int, Agent] = {}
         self.buffers: dict[int, list[Any]] = {}
         self.calls: Counter[str] = Counter()
         layout = case.layout(end)
         for rank in ranks:
             agent = stack.enter_context(Agent(way.config(end, rank, host)))
-            regions = agent.allocate(layout.ranks[rank])
-            self.buffers[rank] = [np.frombuffer(region.view, np.uint8) for region in regions]
+            regions: list[Any]
+            if self.anonymous:
+                self.buffers[rank] = regions = [np.zeros(r.nbytes, np.uint8) for r in layout.ranks[rank].regions]
+            else:
+                regions = agent.allocate(layout.ranks[rank])
+                self.buffers[rank] = [np.frombuffer(region.view, np.uint8) for region in regions]
             if end == "prefill":
                 fill(case, end, rank, self.buffers[rank])
             agent.attach(layout, regions)
@@ -171,7 +178,8 @@ class _Ranks:
         for agent in self.agents.values():
             agent.check_integrity()
         own = _anonymous_bytes()
-        if not any("shm" in agent.transports for agent in self.agents.values()):  # whose memory has files behind it
+        mapped = any("shm" in agent.transports for agent in self.agents.values())  # its memory has files behind it
+        if self.anonymous or not mapped:
             own -= sum(buffer.nbytes for buffers in self.buffers.values() for buffer in buffers)
         return {"calls": dict(self.calls), "own_bytes": own}
 

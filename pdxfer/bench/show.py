@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-__all__ = ["changes", "console", "copy", "handoff", "link", "machine", "plan", "vllm"]
+__all__ = ["changes", "console", "handoff", "link", "machine", "plan", "vllm"]
 
 
 def console() -> Console:
@@ -64,25 +64,6 @@ def plan(console: Console, results: dict[str, Any]) -> None:
             table.add_row(row["growth"], *sizes, f"{row['cold_p50_ms']:.2f}", f"{row['request_p50_ms']:.3f}")
     console.print(table)
     _ceiling(console, results["contiguous_copy"])
-
-
-def copy(console: Console, results: dict[str, Any]) -> None:
-    """One table per kind of memory."""
-    for case in results["cases"]:
-        title = f"{case['case']}: {case['nbytes'] / 1e6:,.0f} MB"
-        table = _table(
-            f"{title} in {case['runs']:,} runs" if case["runs"] else title,
-            *("way", "GB/s", "of ceiling", "p10 .. p90", "target"),
-        )
-        for row in case["rows"]:
-            spread = f"{row['ratio_p10']:.2f} .. {row['ratio_p90']:.2f}" if "ratio_p10" in row else "the ceiling"
-            target = results["targets"].get(row["way"]) if case["counts_for_targets"] else None
-            verdict = "" if target is None else _verdict(row["ratio"], target, at_most=False)
-            table.add_row(row["way"], f"{row['gb_per_s']:.2f}", f"{row['ratio']:.3f}", spread, verdict)
-        console.print(table)
-        for note in case["notes"]:
-            console.print(note, markup=False)
-    console.print("of ceiling: median over repeats, each beside the ceiling's run right before it", style="dim")
 
 
 def handoff(console: Console, results: dict[str, Any]) -> None:

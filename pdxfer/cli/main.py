@@ -30,7 +30,7 @@ __all__ = ["COMMANDS", "CommandTable", "cli", "completion", "main", "version"]
 
 # name -> (where the click command is, one line of help)
 COMMANDS: dict[str, tuple[str, str]] = {
-    "bench": ("pdxfer.bench.cli:bench", "Measure copies, plans and hand-offs against this machine's own ceilings."),
+    "bench": ("pdxfer.bench.cli:bench", "Measure hand-offs, links and plans against this machine's own ceilings."),
     "completion": ("pdxfer.cli.main:completion", "Print the completion script of a shell."),
     "demo": ("pdxfer.cli.demo:demo", "Move one request between two real hybrid-model workers and compare every byte."),
     "doctor": ("pdxfer.cli.doctor:doctor", "Look at everything that may go wrong, with a fix for each fault."),

@@ -127,6 +127,15 @@ def test_not_ready_while_draining(both):
     assert value(observer, "pdxfer_drain_state") == 1
 
 
+def test_a_process_without_engines_is_ready_unless_it_drains():
+    draining = []
+    with Observer(draining=lambda: bool(draining)) as observer:
+        assert not any(observer.problems().values())
+        draining.append(1)
+        assert problem(observer, "draining") == "draining"
+        assert observer.status()["draining"] is True
+
+
 def test_not_ready_while_over_half_of_transfers_fail_for_ten_seconds():
     now, flipped = [0.0], Fault(kind="corrupt", at=0, on="payload")
     with damaged("packed", flipped) as (source, target, faulty), watched(target) as observer:

@@ -43,6 +43,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "size": ("pdxfer.cli.size:size", "Show what a model's caches cost per token, per request and per rank."),
     "slots": ("pdxfer.cli.operate:slots", "Show where a running agent's pages and slots are."),
     "status": ("pdxfer.cli.operate:status", "Show whether a running agent is ready, and what it does."),
+    "top": ("pdxfer.cli.top:top", "Watch a running agent in the terminal."),
     "transfers": ("pdxfer.cli.operate:transfers", "List the transfers that a running agent remembers."),
     "version": ("pdxfer.cli.main:version", "Show the version and which optional parts are installed."),
 }

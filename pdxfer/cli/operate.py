@@ -31,6 +31,7 @@ __all__ = [
     "human_bytes",
     "peers",
     "ping",
+    "printable",
     "slots",
     "status",
     "table",
@@ -82,9 +83,14 @@ def ask(admin: str, path: str, *, method: str = "GET", timeout_s: float = _ASK_S
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Columns as wide as their widest entry; the last one is not padded."""
-    lines = [[str(cell) for cell in row] for row in [head, *rows]]
+    lines = [[printable(cell) for cell in row] for row in [head, *rows]]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+
+
+def printable(cell: object) -> str:
+    """A peer's words without what moves the cursor."""
+    return "".join(c if c.isprintable() else "?" for c in str(cell))
 
 
 def human_bytes(nbytes: float) -> str:
@@ -216,7 +222,7 @@ def _explained(t: dict[str, Any]) -> str:
             f"  why:          {failure['reason']}: {failure['cause']}",
             f"  what to do:   {failure['remedy']}",
         ]
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))
 
 
 @click.command()

@@ -169,7 +169,7 @@ class Metrics:
             "lease_age_seconds": {(): max(waiting, default=0.0)},
             "peer_up": up,
             "transport_fallback_peers": dict(falling),
-            "drain_state": {(): float(any(agent.draining for agent in agents))},
+            "drain_state": {(): float(bool(problems["draining"]))},
             "drain_remaining_leases": {(): sum(agent.underway() for agent in agents)},
             "insecure": {(): float(any(agent.counters.get("insecure_listeners") for agent in agents))},
             "build_info": {(self._observer.version, platform.python_version()): 1},

@@ -43,7 +43,7 @@ class Observer:
         config: what ``/configz`` shows; by default the agents' own configs. What looks like a secret is not shown.
         actions: by name, what a POST does beside ping and drain (or in their place): takes the query's fields, returns
             JSON (drain: draining, underway), may raise PdxferError.
-        listeners: who else hears of every agent's transfers.
+        listeners: who else hears of every agent's transfers. draining: of the whole process, also without an agent.
     """
 
     def __init__(
@@ -52,9 +52,10 @@ class Observer:
         config: Callable[[], Mapping[str, Any]] | None = None,
         actions: Mapping[str, Callable[[Mapping[str, str]], Mapping[str, Any]]] | None = None,
         listeners: tuple[Listener, ...] = (),
+        draining: Callable[[], bool] = lambda: False,
     ) -> None:
         self.started_at, self.version = time.time(), _version()
-        self.readiness = Readiness(lambda: self.agents)
+        self.readiness = Readiness(lambda: self.agents, draining)
         self.actions = {"ping": self._ping, "drain": self._drain, **(actions or {})}
         self.metrics = Metrics(self)
         self.listeners: tuple[Listener, ...] = (self.readiness.window, self.metrics, *listeners)
@@ -140,7 +141,7 @@ class Observer:
             "started_at": self.started_at,
             "ready": not any(problems.values()),
             "checks": problems,
-            "draining": any(agent.draining for agent in agents),
+            "draining": bool(problems["draining"]),
             "underway": sum(agent.underway() for agent in agents),
             "transfers": dict(ended),
             "agents": [_agent(agent) for agent in agents],

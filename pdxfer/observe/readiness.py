@@ -122,9 +122,9 @@ CHECKS = (*_OF_AGENT, "transfers")
 class Readiness:
     """The checks of a changing set of agents. Thread-safe."""
 
-    def __init__(self, agents: Callable[[], Sequence[Agent]]) -> None:
+    def __init__(self, agents: Callable[[], Sequence[Agent]], draining: Callable[[], bool]) -> None:
         self.window = FailureWindow()
-        self._agents = agents
+        self._agents, self._draining = agents, draining
         self._slow: Counter[tuple[str, int]] = Counter()
         self._kept: dict[str, str] = {}
         self._kept_s = -_KEPT_S
@@ -136,7 +136,8 @@ class Readiness:
             if fresh or time.monotonic() - self._kept_s > _KEPT_S:
                 self._kept = {name: self._over_agents(name) for name in _OF_AGENT}
                 self._kept_s = time.monotonic()
-            now = {"draining": self._over_agents("draining"), "transfers": self.window.problem()}
+            draining = self._over_agents("draining") or ("draining" if self._draining() else "")
+            now = {"draining": draining, "transfers": self.window.problem()}
             return {**self._kept, **now}
 
     def _over_agents(self, name: str) -> str:

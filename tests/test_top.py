@@ -66,9 +66,10 @@ def test_once_as_text_and_as_json(capsys):
 def test_in_a_terminal_it_draws_again_until_interrupted():
     with pair(*ONE) as (source, target), served(target):
         ours, theirs = pty.openpty()
+        size = {"TERM": "xterm-256color", "COLUMNS": "140", "LINES": "50"}
         process = subprocess.Popen(
             [sys.executable, "-m", "pdxfer", "top", "--interval", "0.1"],
-            stdin=theirs, stdout=theirs, stderr=subprocess.PIPE, env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "140", "LINES": "50"},
+            stdin=theirs, stdout=theirs, stderr=subprocess.PIPE, env={**os.environ, **size},
         )  # fmt: skip
         os.close(theirs)
         seen = bytearray()

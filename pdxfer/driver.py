@@ -56,13 +56,17 @@ _REPORTED: Mapping[str, type[PdxferError]] = {
 
 @dataclass(slots=True)
 class EdgeStats:
-    """What one edge cost: seconds by stage, messages and bytes, as counted by the target."""
+    """What one edge cost: seconds by stage, messages and bytes, as counted by the target.
+
+    ``choice``: why this transport and mode, with estimates where there were any (``agent/choice.py``).
+    """
 
     source: int
     target: int
     relay: bool
     transport: str = ""
     mode: str = ""
+    choice: str = ""
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     messages: int = 0
     payload_bytes: int = 0

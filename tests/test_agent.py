@@ -92,15 +92,6 @@ def test_memory_of_the_engine_s_own(memory, scheme):
             assert used == {"packed" if scheme in packs else "direct"}
 
 
-@pytest.mark.skipif("shm" not in SCHEMES, reason="no shared memory here")
-def test_long_runs_of_the_engine_s_own_are_read_directly():
-    spec = hybrid_spec(width=4096)
-    spec = replace(spec, components=tuple(c for c in spec.components if c.name == "latent"))
-    with pair(*layouts(Parallel(), Parallel(), spec=spec), transports=("shm",), own_memory="numpy") as workers:
-        received = hand_over(*workers, "one")
-        assert {edge.mode for rank in received for edge in rank.edges} == {"direct"}
-
-
 def nested(layout: Layout, pieces: int) -> Layout:
     """As vLLM lies on the CPU: layer after layer, and attention in kernel pages, so many to a block of state."""
     ranks = []

@@ -25,6 +25,9 @@ _Kind = TypeVar("_Kind")
 RELOADABLE = ("call_s", "hold_max_s", "lease_s", "stall_s")
 
 
+_ALIASES = {"nccl": "torch_dist"}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentConfig:
     """How one rank's agent works.
@@ -32,7 +35,8 @@ class AgentConfig:
     Attributes:
         worker: name of the worker, unique among peers; rank: this rank's number.
         control: control addresses to bind (``unix:///path``, ``tcp://host:port``); () is a private Unix socket.
-        transports: data transports to offer and use, best first; transport_options: by scheme.
+        transports: data transports to offer and use, best first, or ``("auto",)``: all that are installed, and for each
+            peer the quickest by estimate (``choice.py``). ``nccl`` is torch_dist. transport_options: by scheme.
         listen: data addresses to bind, by scheme (``tcp://host:port``); others bind a private one of this host.
         mode: ``auto``, ``packed`` or ``direct``. kernel: ``auto``, ``native``, ``numpy`` or ``torch``.
         arena_bytes: bound of the staging memory of one transport; chunk_bytes: bound of a message.
@@ -69,11 +73,16 @@ class AgentConfig:
     quotas: Quotas = field(default_factory=Quotas)
 
     def __post_init__(self) -> None:
+        named = (self.transports,) if isinstance(self.transports, str) else self.transports
+        object.__setattr__(self, "transports", tuple(_ALIASES.get(name, name) for name in named))
         object.__setattr__(self, "tls", _made(Tls, self.tls, "tls"))
         object.__setattr__(self, "quotas", _made(Quotas, self.quotas, "quotas"))
+        if "auto" in self.transports and len(self.transports) > 1:
+            raise MisuseError(f"auto is every transport that is installed: it stands alone, not in {self.transports}")
         if not self.worker or self.rank < 0 or not self.transports:
             raise MisuseError(f"a worker name, a rank and a transport are needed: {self}")
-        if unused := sorted({*self.listen, *self.transport_options} - {*self.transports}):
+        unused = sorted({*self.listen, *self.transport_options} - {*self.transports})
+        if unused and self.transports != ("auto",):
             raise MisuseError(f"{unused} have an address or options, but transports are {self.transports}")
         if self.mode not in ("auto", "packed", "direct"):
             raise MisuseError(f"mode must be auto, packed or direct, got {self.mode!r}")

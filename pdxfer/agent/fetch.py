@@ -19,11 +19,12 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from pdxfer import wire
+from pdxfer.agent.choice import Choice, Work
 from pdxfer.control.convert import METHODS
 from pdxfer.driver import EdgeReader, EdgeStats, PeerChannel, ask
 from pdxfer.errors import (
@@ -284,13 +285,16 @@ class Fetch:
         program, stats = self._program(plan, edge)
         self.timeline.edges.append(stats)
         with stats.stage("negotiate"):
-            address, channel = self._lend(peer, fresh=fresh)
+            address, channel, choice = self._lend(peer, program, fresh=fresh)
         try:
             with stats.stage("negotiate"):
                 opened, greeted = self._open(peer, plan, edge, program, address, channel)
             with self._lock:
                 self._opened = [(p, o) for p, o in self._opened if p.address != peer.address] + [(peer, opened)]
-            stats.transport, stats.mode = address.partition("://")[0], opened.mode.value
+            stats.transport, stats.mode = choice.transport, opened.mode.value
+            choice = replace(choice, mode=opened.mode.value)
+            stats.choice = str(choice)
+            self.agent.peers.note(peer, choice)
             self._mark("opened", f"{_name(edge)} over {stats.transport}, {stats.mode}")
             reader = self._reader(peer, opened, program, channel, stats, greeted)
             reader.run()
@@ -308,10 +312,10 @@ class Fetch:
             self._stats.append(stats)
         self.agent.peers.give_back(peer, address, channel)
 
-    def _lend(self, peer: Peer, *, fresh: bool) -> tuple[str, PeerChannel]:
+    def _lend(self, peer: Peer, program: EdgeProgram, *, fresh: bool) -> tuple[str, PeerChannel, Choice]:
         """A channel; when there is none, the peer may have restarted with others, so it is asked once more."""
         try:
-            return self.agent.peers.lend(peer, self.deadline_s, fresh=fresh)
+            return self.agent.peers.lend(peer, self.deadline_s, partial(Work.of, program), fresh=fresh)
         except TransportError as error:
             self.agent.peers.forget(peer)
             if fresh:

@@ -13,6 +13,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from pdxfer.agent.choice import Choice, Work, estimates, pick
+from pdxfer.agent.probe import link_rates, memory_rates
 from pdxfer.control import ControlClient, Credentials
 from pdxfer.driver import PeerChannel
 from pdxfer.errors import AbortedError, DeadlineError, MisuseError, PdxferError, PeerError, StaleError, TransportError
@@ -25,6 +27,7 @@ __all__ = ["Layouts", "Peer", "Peers"]
 _LAYOUTS_MAX = 128
 _IDLE_CHANNELS_MAX = 64
 _CONNECT_S = 3.0
+_NEAR = ("memory", "shm", "nixl")  # that move bytes of one host without a socket
 _log = logging.getLogger("pdxfer.agent")
 
 
@@ -71,7 +74,11 @@ class Peers:
         transports: Mapping[str, Transport],
         host: str,
         call_s: float,
+        *,
+        auto: bool = False,
     ) -> None:
+        self._auto = auto
+        self._told: dict[tuple[str, str], str] = {}
         self._hello, self._layouts, self._transports, self._host = hello, layouts, transports, host
         self.call_s = call_s
         self._trusted: tuple[Credentials | None, bool] = (None, False)
@@ -173,42 +180,105 @@ class Peers:
             del self._clients[address]
             self._peers.pop(address, None)  # it holds the client, too
             self.falling_back.pop(address, None)
+            for key in [key for key in self._told if key[0] == address]:
+                del self._told[key]
         found.close()
 
-    def lend(self, peer: Peer, deadline_s: float, *, fresh: bool = False) -> tuple[str, PeerChannel]:
-        """Return an address and a channel to it for one transfer: an idle one, or (``fresh``) a new one.
+    def lend(
+        self, peer: Peer, deadline_s: float, work: Callable[[], Work], *, fresh: bool = False
+    ) -> tuple[str, PeerChannel, Choice]:
+        """Return an address and a channel to it for one transfer: an idle one, or (``fresh``) a new one; and why.
 
-        The first of our transports that both sides have is tried first; a slower one is taken with a warning.
+        Transports are tried best first, as our config orders them or (auto) by estimate; a slower one is taken with a
+        warning, once for each peer.
 
         Raises:
             TransportError: none of the common transports connects. MisuseError: there is no common one.
         """
-        failures: list[str] = []
-        for scheme, transport in self._transports.items():
-            for address in peer.description.transports:
-                if not address.startswith(f"{scheme}://") or (scheme == "shm" and peer.description.host != self._host):
-                    continue
-                idle = None if fresh else self._reuse(address, peer.description.epoch)
-                if idle is not None:
-                    return address, idle
-                try:
-                    channel = transport.connect(address, timeout_s=_time_left(deadline_s, _CONNECT_S))
-                except (TransportError, DeadlineError, MisuseError) as error:
-                    failures.append(f"{address}: {error.message}")
-                    self.fallbacks[(scheme, error.reason)] += 1
-                    self.falling_back.setdefault(peer.address, scheme)
-                    _log.warning("transport %s to %s failed, trying the next: %s", scheme, peer.address, error.message)
-                    continue
-                if self.falling_back.get(peer.address) == scheme:
-                    del self.falling_back[peer.address]
-                return address, PeerChannel(channel)
+        failures: dict[str, str] = {}
+        why, seconds, candidates = self._ordered(peer, work)
+        for scheme, address in candidates:
+            if failures:
+                why = f"{', '.join(failures)} does not connect"
+            choice = Choice(transport=scheme, why=why, seconds=seconds, slow=bool(failures) or self._far(peer, scheme))
+            idle = None if fresh else self._reuse(address, peer.description.epoch)
+            if idle is not None:
+                return address, idle, choice
+            try:
+                channel = self._transports[scheme].connect(address, timeout_s=_time_left(deadline_s, _CONNECT_S))
+            except (TransportError, DeadlineError, MisuseError) as error:
+                failures[scheme] = f"{address}: {error.message}"
+                self.fallbacks[(scheme, error.reason)] += 1
+                self.falling_back.setdefault(peer.address, scheme)
+                self._warn(peer, f"transport {scheme} does not connect, the next is tried: {error.message}")
+                continue
+            if self.falling_back.get(peer.address) == scheme:
+                del self.falling_back[peer.address]
+            return address, PeerChannel(channel), choice
         if failures:
             raise TransportError(
-                f"no data path to {peer.address}: {'; '.join(failures)}",
+                f"no data path to {peer.address}: {'; '.join(failures.values())}",
                 hint="is the peer's process alive and its socket reachable?",
             )
         has = f"it has {peer.description.transports}, we have {sorted(self._transports)}"
         raise MisuseError(f"no transport in common with {peer.address}: {has}")
+
+    def _ordered(self, peer: Peer, work: Callable[[], Work]) -> tuple[str, dict[str, float], list[tuple[str, str]]]:
+        """Why, estimates, and (scheme, address) of the transports in common, best first."""
+        near = peer.description.host == self._host
+        common = [
+            (scheme, address)
+            for scheme in self._transports
+            for address in peer.description.transports
+            if address.startswith(f"{scheme}://") and (near or scheme != "shm")
+        ]
+        if not self._auto or len({scheme for scheme, _ in common}) < 2:
+            return ("the first of ours that both have" if len(common) > 1 else "the only one in common"), {}, common
+        if not near:
+            return "another host: by what such transports can do, nothing is measured", {}, common
+        best: dict[str, float] = {}
+        seconds: dict[str, float] = {}
+        for scheme, _ in common:
+            transport = self._transports[scheme]
+            found = estimates(
+                work(), memory_rates(), link_rates(transport), direct=transport.can_export, mapped=transport.same_user
+            )
+            seconds.update({f"{scheme} {mode}": s for mode, s in found.items()})
+            best[scheme] = min(found.values())
+        first, why = pick(best)
+        return why, seconds, sorted(common, key=lambda candidate: candidate[0] != first)
+
+    def _far(self, peer: Peer, scheme: str) -> bool:
+        """Whether bytes leave this host's memory for a peer that is on it; says so, once."""
+        if peer.description.host != self._host or scheme in _NEAR:
+            return False
+        has = [address.partition("://")[0] for address in peer.description.transports]
+        if "shm" not in has or "shm" not in self._transports:
+            self.fallbacks[("shm", "NOT_IN_COMMON")] += 1
+            self._warn(
+                peer,
+                f"it is on this host, but shm is not in common (it has {has}, we have {[*self._transports]}):"
+                f" bytes go over {scheme}, several times as slow",
+            )
+        return True
+
+    def _warn(self, peer: Peer, what: str) -> None:
+        """Warn of a slow path, once for each peer and kind."""
+        key = (peer.address, what.partition(":")[0])
+        with self._lock:
+            first = key not in self._told
+            self._told[key] = what
+        if first:
+            _log.warning("slow data path to %s: %s", peer.address, what)
+
+    def note(self, peer: Peer, choice: Choice) -> None:
+        """An edge has been opened as chosen: log it at INFO when it is new for this peer."""
+        key, what = (peer.address, "chosen"), f"{choice.transport} {choice.mode}"
+        with self._lock:
+            new = self._told.get(key) != what
+            self._told[key] = what
+        if new:
+            _log.info("data path to %s: %s", peer.address, choice)
 
     def _reuse(self, address: str, epoch: bytes) -> PeerChannel | None:
         with self._lock:

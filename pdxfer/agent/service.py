@@ -14,6 +14,7 @@ them all in ``close``. Engines never see a peer, a channel or a plan.
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import operator
 import os
@@ -23,6 +24,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from pdxfer.agent.choice import preference
 from pdxfer.agent.config import RELOADABLE, AgentConfig, Incarnation
 from pdxfer.agent.fetch import Fetch, Received
 from pdxfer.agent.journal import Journal
@@ -64,12 +66,13 @@ from pdxfer.messages import (
 )
 from pdxfer.packing import RequestShape
 from pdxfer.ticket import RankIssuer, Ticket
-from pdxfer.transport import NETWORK_SCHEMES, Listener, Region, Transport, create_transport
+from pdxfer.transport import NETWORK_SCHEMES, Listener, Region, Transport, create_transport, known_schemes
 from pdxfer.transport.curve import new_keys
 
 __all__ = ["Agent", "host_name"]
 
 _SWEEP_S = 0.05
+_log = logging.getLogger("pdxfer.agent")
 _PEERS_EVERY = 10
 _JOIN_S = 10.0
 
@@ -88,7 +91,8 @@ class Agent(ControlHandler):
         self.journal = Journal()
         self.layouts = Layouts()
         self.transports: dict[str, Transport] = {}
-        self.peers = Peers(self._introduction, self.layouts, self.transports, host_name(), config.call_s)
+        auto = config.transports == ("auto",)
+        self.peers = Peers(self._introduction, self.layouts, self.transports, host_name(), config.call_s, auto=auto)
         self.keeper = Keeper(self.peers, config.worker, config.rank, self.epoch)
         self._memory: Memory | None = None
         self._source: Source | None = None
@@ -102,13 +106,7 @@ class Agent(ControlHandler):
         try:
             self.credentials = None if config.tls is None else Credentials(config.tls)
             self.peers.trust(self.credentials, insecure=config.insecure)
-            keys = new_keys()
-            for scheme in config.transports:
-                options: dict[str, Any] = {}
-                if scheme in NETWORK_SCHEMES:
-                    options = {"curve": config.tls is not None, "curve_keys": keys, "insecure": config.insecure}
-                options.update(config.transport_options.get(scheme, {}))
-                self.transports[scheme] = create_transport(scheme, **options)
+            self.transports.update(_transports(config))
         except BaseException:
             self.close()
             raise
@@ -517,6 +515,30 @@ class Agent(ControlHandler):
     def check_integrity(self) -> None:
         """Prove that ledger and arenas lost nothing; call when idle. Raises InternalError."""
         self.memory.check_integrity()
+
+
+def _transports(config: AgentConfig) -> dict[str, Transport]:
+    """The transports that a config names, or (auto) all that work here, best first."""
+    keys = new_keys()
+    if config.transports != ("auto",):
+        return {scheme: _transport(config, scheme, keys) for scheme in config.transports}
+    found: dict[str, Transport] = {}
+    for scheme in sorted(known_schemes(), key=preference):
+        try:
+            if scheme != "memory":  # it reaches nobody but ourselves
+                found[scheme] = _transport(config, scheme, keys)
+        except PdxferError as error:
+            if scheme in config.transport_options:
+                raise
+            _log.info("transport %s is not here: %s", scheme, error.message)
+    return found
+
+
+def _transport(config: AgentConfig, scheme: str, keys: Any) -> Transport:
+    options: dict[str, Any] = {}
+    if scheme in NETWORK_SCHEMES:
+        options = {"curve": config.tls is not None, "curve_keys": keys, "insecure": config.insecure}
+    return create_transport(scheme, **{**options, **config.transport_options.get(scheme, {})})
 
 
 def _private_directory() -> PrivateDirectory:

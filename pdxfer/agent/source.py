@@ -22,7 +22,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
+from pdxfer.agent.choice import Work, estimates
 from pdxfer.agent.journal import Journal, Timeline
+from pdxfer.agent.probe import link_rates, memory_rates
 from pdxfer.agent.quotas import Owners, Usage
 from pdxfer.agent.serve import SourceSession
 from pdxfer.errors import AbortedError, ExhaustedError, IncompatibleError, MisuseError, StaleError, TicketError
@@ -36,6 +38,7 @@ from pdxfer.transfer import SOURCE, Event, Hold, Offer, State
 if TYPE_CHECKING:
     from pdxfer.agent.memory import Memory
     from pdxfer.layout import Layout
+    from pdxfer.transport import Transport
 
 __all__ = ["OnEnd", "Source"]
 
@@ -43,7 +46,9 @@ _ENDED_MAX = 4096
 _RELAY_WAIT_S = 0.02
 _RETRY_S = 0.005
 _REFUSAL_CHARS = 1000
-_READ_RUN_BYTES = 16 << 10  # from here on reading it from another process is as quick as packing it there (bench copy)
+_READ_WORTH = (
+    1.25  # reading run by run may take so much longer than packing, which costs two cores and twice the traffic
+)
 _log = logging.getLogger("pdxfer.agent")
 
 OnEnd = Callable[[str, str], None]
@@ -350,8 +355,14 @@ class Source:
         exported = transport.can_export and len(shown) == len(program.source_rank.regions)
         able = exported and self.config.mode != "packed" and not any(item.converts for item in program.items)
         if able and self.config.mode == "auto" and any(r.descriptor.address for r in shown):
-            able = program.run_bytes() >= _READ_RUN_BYTES  # else it is quicker packed by us than read run by run
+            found = self._estimates(Work.of(program), transport)
+            able = found["direct"] <= _READ_WORTH * found["packed"]
+            _log.debug("transfer %s: %s", message.transfer, found)
         return Mode.DIRECT if able and message.mode is Mode.DIRECT else Mode.PACKED
+
+    def _estimates(self, work: Work, transport: Transport) -> dict[str, float]:
+        """Seconds by mode, of memory of ours that peers can't map."""
+        return estimates(work, memory_rates(), link_rates(transport), direct=True, mapped=False)
 
     def complete(self, message: Complete) -> Completed:
         """Count one reader as done; the last one frees the pages."""

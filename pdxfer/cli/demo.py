@@ -31,6 +31,7 @@ _MODELS = ("falcon-h1", "kimi-linear", "nemotron-h", "qwen3-next")
 _VLLM_MODELS = ("deepseek-v3", "llama", "qwen3-next")
 
 # option -> the engine that alone has it
+_TRANSPORTS = ("auto", "shm", "tcp", "nixl", "ucx", "nccl")
 _ONLY = {"every": "transformers", "prompt_tokens": "transformers", "transport": "transformers", "python": "vllm"}
 
 
@@ -54,7 +55,7 @@ _ONLY = {"every": "transformers", "prompt_tokens": "transformers", "transport": 
 @click.option(
     "--prompt-tokens", type=click.IntRange(1, 16384), show_default="1000", help="Prompt length; not for vLLM."
 )
-@click.option("--transport", type=click.Choice(("shm", "tcp")), show_default="shm", help="Data path; not for vLLM.")
+@click.option("--transport", type=click.Choice(_TRANSPORTS), show_default="shm", help="Data path; not for vLLM.")
 @click.option(
     "--prefill-page-tokens",
     type=click.IntRange(1, 65536),

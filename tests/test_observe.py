@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections import Counter
@@ -19,6 +21,7 @@ from pdxfer.observe import Admin, Observer
 from pdxfer.observe.metrics import COUNTERS, GAUGES, HISTOGRAMS
 from pdxfer.observe.readiness import CHECKS
 from pdxfer.testing.faults import Fault
+from tests.certificates import Authority
 from tests.pairs import fails, hand_over, pair, wait_until
 from tests.test_agent_damage import damaged
 from tests.workers import layouts
@@ -239,6 +242,15 @@ def test_fall_back_in_use_is_seen():
         shm.connect = real
         hand_over(source, target, "two")
         assert value(observer, 'pdxfer_transport_fallback_peers{from="shm"}') == 0
+
+
+def test_the_end_of_a_certificate_is_seen(tmp_path):
+    tls = Authority(tmp_path).tls("spiffe://prod/p", common_name="p", peers=("spiffe://prod/*",), days=3)
+    name = "pdxfer_certificate_expires_timestamp_seconds"
+    with pair(*ONE, of_source={"tls": tls}) as (source, target), watched(source, target) as observer:
+        assert 2.9 * 86_400 < value(observer, name) - time.time() < 3.1 * 86_400
+        os.unlink(tls.cert)
+        assert not [line for line in series(observer) if line.startswith(name)]
 
 
 def test_counts_never_go_back_when_agents_leave(both):

@@ -10,9 +10,13 @@ from __future__ import annotations
 import platform
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from pdxfer.agent import Agent
 from pdxfer.agent.journal import Timeline, component_kind
+from pdxfer.control.tls import Pem
+from pdxfer.errors import MisuseError
 from pdxfer.messages import PROTOCOL_VERSION
 from pdxfer.observe.readiness import CHECKS
 from pdxfer.ticket import TICKET_VERSION
@@ -54,6 +58,7 @@ GAUGES: dict[str, tuple[tuple[str, ...], str]] = {
     "drain_state": ((), "1 while draining."),
     "drain_remaining_leases": ((), "Offers and fetches underway."),
     "insecure": ((), "1 when addresses are open to other hosts without saying who may come."),
+    "certificate_expires_timestamp_seconds": ((), "When the first of our own TLS certificates ends, in Unix time."),
     "build_info": (("version", "python"), "1."),
     "compat_info": (("protocol", "ticket"), "1."),
 }
@@ -172,6 +177,16 @@ class Metrics:
             "drain_state": {(): float(bool(problems["draining"]))},
             "drain_remaining_leases": {(): sum(agent.underway() for agent in agents)},
             "insecure": {(): float(any(agent.counters.get("insecure_listeners") for agent in agents))},
+            "certificate_expires_timestamp_seconds": _ends_of_certificates(agents),
             "build_info": {(self._observer.version, platform.python_version()): 1},
             "compat_info": {(str(PROTOCOL_VERSION), str(TICKET_VERSION)): 1},
         }
+
+
+def _ends_of_certificates(agents: tuple[Agent, ...]) -> dict[tuple[str, ...], float]:
+    """Nothing without TLS, and for files that can't be read, which ``keys`` of the readiness says."""
+    ends: list[float] = []
+    for tls in {agent.config.tls for agent in agents if agent.config.tls is not None}:
+        with suppress(MisuseError):
+            ends.append(Pem.read(tls).not_after())
+    return {(): min(ends)} if ends else {}

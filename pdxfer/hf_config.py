@@ -17,7 +17,7 @@ from typing import Any
 from pdxfer.errors import MisuseError
 from pdxfer.spec import DTYPE_BYTES
 
-__all__ = ["Fields", "did_you_mean", "load_config", "preset_names", "text_fields"]
+__all__ = ["Fields", "decode_config", "did_you_mean", "load_config", "preset_names", "text_fields"]
 
 #: Where multimodal wrappers keep the language model, tried in this order.
 _WRAPPERS = ("text_config", "llm_config", "language_config")
@@ -277,7 +277,7 @@ def load_config(name_or_path: str) -> dict[str, Any]:
     """
     path = Path(name_or_path)
     if name_or_path.lower() in preset_names() and not path.is_file():
-        return _decode((_presets() / f"{name_or_path.lower()}.json").read_bytes(), name_or_path)
+        return decode_config((_presets() / f"{name_or_path.lower()}.json").read_bytes(), name_or_path)
     try:
         path = path / "config.json" if path.is_dir() else path
         found = path.is_file()
@@ -288,7 +288,7 @@ def load_config(name_or_path: str) -> dict[str, Any]:
         hint = close or f"pass the path of a config.json, or a preset: {', '.join(preset_names())}"
         raise MisuseError(f"{name_or_path!r} is neither a preset nor a file", hint=hint)
     try:
-        return _decode(path.read_bytes(), str(path))
+        return decode_config(path.read_bytes(), str(path))
     except OSError as error:
         raise MisuseError(f"can't read {path}: {error.strerror}") from error
 
@@ -297,7 +297,8 @@ def _presets() -> Any:
     return resources.files("pdxfer") / "presets"
 
 
-def _decode(data: bytes, name: str) -> dict[str, Any]:
+def decode_config(data: bytes, name: str) -> dict[str, Any]:
+    """A config from a file's bytes; raises MisuseError. ``name``: of the file, for the message."""
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:

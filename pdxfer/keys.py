@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from pdxfer.errors import MisuseError, TicketError
 
-__all__ = ["TicketKeys", "check_key", "key_id", "read_secret"]
+__all__ = ["TicketKeys", "check_key", "key_id", "parse_keys", "read_secret"]
 
 _KEY_BYTES = 32
 _ACTIVE_MAX = 2
@@ -91,7 +91,7 @@ class TicketKeys:
         if not source:
             return cls((secrets.token_bytes(_KEY_BYTES),))
         seen = _look(source)
-        return cls(_parse(read_secret(source), source), "" if source.startswith("fd:") else source, seen)
+        return cls(parse_keys(read_secret(source), source), "" if source.startswith("fd:") else source, seen)
 
     def active(self) -> tuple[bytes, ...]:
         """The keys that verify now; the first one signs."""
@@ -101,7 +101,7 @@ class TicketKeys:
             seen = _look(self.path)
             if seen != self._seen:
                 try:
-                    self.keys = _parse(read_secret(self.path), self.path)
+                    self.keys = parse_keys(read_secret(self.path), self.path)
                     self._seen = seen
                 except MisuseError as error:
                     _log.error("the old ticket keys stay: %s", error.message)
@@ -116,7 +116,8 @@ def _look(path: str) -> tuple[int, int, int]:
     return found.st_mtime_ns, found.st_size, found.st_ino
 
 
-def _parse(data: bytes, source: str) -> tuple[bytes, ...]:
+def parse_keys(data: bytes, source: str) -> tuple[bytes, ...]:
+    """The keys in a key file's bytes; raises TicketError. ``source``: its name, for the message."""
     lines = [line.partition(b"#")[0].strip() for line in data.splitlines()]
     try:
         keys = tuple(bytes.fromhex(line.decode("ascii")) for line in lines if line)

@@ -209,6 +209,8 @@ def test_bad_files_and_lists_are_refused_by_name(authority):
         ("a*b",),
         ("*.*.example",),
         ("x=",),
+        "spiffe://prod/decode/0",
+        (7,),
     ):
         with pytest.raises(MisuseError, match="peers"):
             replace(tls, peers=peers)

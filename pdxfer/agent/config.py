@@ -77,6 +77,11 @@ class AgentConfig:
         object.__setattr__(self, "transports", tuple(_ALIASES.get(name, name) for name in named))
         object.__setattr__(self, "tls", _made(Tls, self.tls, "tls"))
         object.__setattr__(self, "quotas", _made(Quotas, self.quotas, "quotas"))
+        if not (isinstance(self.listen, Mapping) and isinstance(self.transport_options, Mapping)):
+            raise MisuseError("listen and transport_options are mappings by scheme")
+        texts = (self.worker, self.ticket_keys, *self.control, *self.transports, *self.listen, *self.listen.values())
+        if wrong := [text for text in texts if not isinstance(text, str)]:
+            raise MisuseError(f"worker, ticket_keys, control, transports and listen are texts, not {wrong[0]!r}")
         if "auto" in self.transports and len(self.transports) > 1:
             raise MisuseError(f"auto is every transport that is installed: it stands alone, not in {self.transports}")
         if not self.worker or self.rank < 0 or not self.transports:

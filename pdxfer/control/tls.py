@@ -78,6 +78,8 @@ class Tls:
     peers: tuple[str, ...]
 
     def __post_init__(self) -> None:
+        if isinstance(self.peers, str) or not all(isinstance(entry, str) for entry in self.peers):
+            raise MisuseError(f"tls.peers is a list of texts, not {self.peers!r}")
         object.__setattr__(self, "peers", tuple(self.peers))
         if not all(isinstance(p, str) and p for p in (self.ca, self.cert, self.key)) or not self.peers:
             raise MisuseError("tls needs ca, cert and key, and at least one entry in peers")

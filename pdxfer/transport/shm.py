@@ -32,7 +32,7 @@ from pdxfer.transport.runs import check_nbytes, writable_view
 from pdxfer.transport.shm_channel import SharedRegion, ShmChannel, ShmRegion
 from pdxfer.transport.unix import UseCount, check_peer, try_receive, try_send, wait_for
 
-__all__ = ["ShmTransport"]
+__all__ = ["ShmTransport", "answer_hello"]
 
 _MAGIC = "pdxfer-shm"
 _VERSION = 1
@@ -190,7 +190,7 @@ class ShmListener(Listener):
     def _try_welcome(self, data: socket.socket, deadline: Deadline) -> Channel | None:
         try:
             process_id = check_peer(data)
-            acks = _answer(data, deadline)
+            acks = answer_hello(data, deadline)
         except (TransportError, DeadlineError, OSError):
             data.close()
             return None
@@ -228,7 +228,7 @@ def _introduce(data: socket.socket, deadline: Deadline) -> socket.socket:
     return acks
 
 
-def _answer(data: socket.socket, deadline: Deadline) -> socket.socket:
+def answer_hello(data: socket.socket, deadline: Deadline) -> socket.socket:
     """The listening side: check the introduction and answer it; returns our end of the ack sockets."""
     data.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
     hello, fds = _pull(data, deadline)

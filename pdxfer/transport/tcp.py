@@ -41,7 +41,7 @@ from pdxfer.transport.regions import parse_fields
 from pdxfer.transport.tcp_channel import CREDITS, HELLO, MAGIC, READY, REFUSE, VERSION, WELCOME, TcpChannel, pack
 from pdxfer.transport.tcp_io import ConnectedLine, Frames, Hub, IoThread, Line, Secure, SocketOptions
 
-__all__ = ["TcpTransport", "join_host_port", "split_host_port"]
+__all__ = ["TcpTransport", "join_host_port", "read_hello", "read_welcome", "split_host_port"]
 
 _log = logging.getLogger(__name__)
 _WAITING_MAX = 128  # connections that said hello and wait for accept
@@ -189,7 +189,7 @@ class TcpTransport(LocalMemoryTransport):
 
         def on_message(frames: Frames) -> None:
             try:
-                max_bytes = _read_welcome(frames, self.magic)
+                max_bytes = read_welcome(frames, self.magic)
             except TransportError as error:
                 line.end(error.message)
                 return
@@ -245,9 +245,7 @@ class TcpListener(Listener):
         """On the I/O thread: queue who says hello properly, refuse everyone else."""
         line.on_message = lambda _: line.end("the peer didn't wait for its welcome")
         try:
-            kind, magic, version, max_bytes = parse_fields(_only(frames), "the hello", int, str, int, int)
-            if (kind, magic, version) != (HELLO, self._transport.magic, VERSION) or not 1 <= max_bytes <= 1 << 31:
-                raise TransportError(f"the peer speaks {magic[:32]} {version}")
+            max_bytes = read_hello(frames, self._transport.magic)
         except TransportError:
             self._refuse(line, f"this side speaks {self._transport.magic} {VERSION}")
             return
@@ -345,7 +343,16 @@ def _only(frames: Frames) -> memoryview:
     return frames[0].buffer
 
 
-def _read_welcome(frames: Frames, own_magic: str) -> int:
+def read_hello(frames: Frames, own_magic: str) -> int:
+    """The longest payload that the peer takes, by its hello; raises TransportError for anything else."""
+    kind, magic, version, max_bytes = parse_fields(_only(frames), "the hello", int, str, int, int)
+    if (kind, magic, version) != (HELLO, own_magic, VERSION) or not 1 <= max_bytes <= 1 << 31:
+        raise TransportError(f"the peer speaks {magic[:32]} {version}")
+    return int(max_bytes)
+
+
+def read_welcome(frames: Frames, own_magic: str) -> int:
+    """The same by its welcome; raises TransportError, with its reason when it refuses."""
     first = _only(frames)
     if first[:2] == pack(REFUSE, "")[:2]:
         raise TransportError(f"refused: {parse_fields(first, 'the refusal', int, str)[1]}")

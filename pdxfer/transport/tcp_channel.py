@@ -43,7 +43,10 @@ from pdxfer.transport.regions import Closable, Region, parse_fields
 from pdxfer.transport.runs import byte_view
 from pdxfer.transport.tcp_io import Frames, IoThread, Line
 
-__all__ = ["CREDITS", "HELLO", "MAGIC", "READY", "REFUSE", "VERSION", "WELCOME", "TcpChannel", "TcpSending", "pack"]
+__all__ = [
+    "BYE", "CREDITS", "DATA", "GRANT", "HELLO", "MAGIC", "READY", "REFUSE", "VERSION", "WELCOME", "TcpChannel",
+    "TcpSending", "pack",
+]  # fmt: skip
 
 MAGIC, VERSION = "pdxfer-tcp", 1
 HELLO, WELCOME, READY, REFUSE, DATA, GRANT, BYE = range(1, 8)

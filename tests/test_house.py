@@ -26,7 +26,7 @@ ALLOWED = {
     "prometheus_client": r"observe\..*",
     "opentelemetry": r"observe\..*",
     "vllm": r"connectors\.vllm.*",
-    "torch": r"kernels|(connectors|bench|demo|testing)(\..*)?",
+    "torch": r"kernels|transport\.torch_dist|(connectors|bench|demo|testing)(\..*)?",
     "transformers": r"(connectors|bench|demo|testing)(\..*)?",
     "grpc": r"(control|agent)(\..*)?",
     "grpc_health": r"(control|agent)(\..*)?",

@@ -56,7 +56,9 @@ class _BuiltIn:
 
 
 _BUILT_IN = {
+    "gloo": _BuiltIn(module="pdxfer.transport.torch_dist", name="GlooTransport", install="pdxfer[torch]"),
     "memory": _BuiltIn(module="pdxfer.transport.memory", name="MemoryTransport"),
+    "nccl": _BuiltIn(module="pdxfer.transport.torch_dist", name="NcclTransport", install="pdxfer[torch]"),
     "nixl": _BuiltIn(module="pdxfer.transport.nixl", name="NixlTransport", install="pdxfer[nixl]"),
     "shm": _BuiltIn(module="pdxfer.transport.shm", name="ShmTransport"),
     "tcp": _BuiltIn(module="pdxfer.transport.tcp", name="TcpTransport", install="pyzmq"),
@@ -64,7 +66,7 @@ _BUILT_IN = {
 
 
 #: Those whose listeners are ZMQ's, with its options: ``curve``, ``curve_keys``, ``insecure``, ``contact_host`` ...
-NETWORK_SCHEMES = frozenset({"nixl", "tcp"})
+NETWORK_SCHEMES = frozenset({"gloo", "nccl", "nixl", "tcp"})
 
 
 def known_schemes() -> dict[str, str]:

@@ -20,7 +20,9 @@ def test_seeds_are_read_and_saved_inputs_do_no_harm(name):
     assert saved
     report = fuzz(name, iter([*seeds, *saved, b"", b"\0", b"\xff"]))
     assert not report.finds
-    assert report.accepted >= 1
+    assert report.accepted >= (
+        len(seeds) if name in ("config", "control", "frame", "layout", "settings", "ticket") else 1
+    )
     for data in saved:
         assert len(data) <= 4096
 

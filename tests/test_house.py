@@ -221,6 +221,15 @@ def test_the_typing_marker_is_shipped() -> None:
     assert (ROOT / "pdxfer" / "py.typed").is_file()
 
 
+def test_every_promise_of_security_md_names_tests_that_exist() -> None:
+    rows = [row for row in (ROOT / "SECURITY.md").read_text().splitlines() if "test_" in row]
+    named = re.findall(r"`(test_\w+)\.py::(test_\w+)`", "".join(rows))
+    assert len(rows) > 8
+    assert len(named) >= len(rows)
+    for file, test in named:
+        assert f"def {test}(" in (ROOT / "tests" / f"{file}.py").read_text(encoding="utf-8"), f"{file}::{test}"
+
+
 def test_readme_names_every_module() -> None:
     """The table of the modules restates the tree, so it is compared with it."""
     table = [line.split("|")[1] for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| `")]

@@ -40,10 +40,9 @@ def test_usage_counts_a_transfer_once_and_each_reader_s_bytes():
     usage.check("d", 0, 50, TENANT)
 
 
-def test_calls_are_counted_by_caller_and_buckets_fill_with_time(monkeypatch):
+def test_calls_are_counted_by_caller_and_buckets_fill_with_time():
     now = [1000.0]
-    monkeypatch.setattr("pdxfer.agent.quotas.time.monotonic", lambda: now[0])
-    rates = CallRates(Quotas(peer_calls_per_s=10))
+    rates = CallRates(Quotas(peer_calls_per_s=10), clock=lambda: now[0])
     for _ in range(10):
         rates.count("a")
     for _ in range(3):  # asking too often does not put it off

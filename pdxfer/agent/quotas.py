@@ -10,7 +10,7 @@ import math
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields
 
 from pdxfer.errors import ExhaustedError, MisuseError
@@ -99,8 +99,8 @@ class Usage:
 class CallRates:
     """A bucket of calls for each caller that fills with time. Thread-safe."""
 
-    def __init__(self, quotas: Quotas) -> None:
-        self._per_s = quotas.peer_calls_per_s
+    def __init__(self, quotas: Quotas, clock: Callable[[], float] = time.monotonic) -> None:
+        self._per_s, self._clock = quotas.peer_calls_per_s, clock
         self._buckets: OrderedDict[Hashable, tuple[float, float]] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -108,7 +108,7 @@ class CallRates:
         """Count one call; raises ExhaustedError when it is one too many."""
         most = max(self._per_s, 1.0)
         with self._lock:
-            now_s = time.monotonic()
+            now_s = self._clock()
             left, then_s = self._buckets.pop(caller, (most, now_s))
             left = min(most, left + (now_s - then_s) * self._per_s)
             self._buckets[caller] = (left - 1 if left >= 1 else left, now_s)

@@ -35,6 +35,7 @@ import msgpack
 from pdxfer.errors import StaleError, TicketError
 from pdxfer.keys import TicketKeys, check_key, key_id
 from pdxfer.spec import RequestSizes, request_bytes
+from pdxfer.trace import traceparent
 
 __all__ = ["TICKET_VERSION", "RankIssuer", "RankTicket", "Ticket", "issue_ticket", "seal_rank", "unseal"]
 
@@ -76,6 +77,7 @@ class Ticket:
             any that the source lets in; the first one that opens it is then the only one.
         lifetime_s: seconds from the offer on in which the source looks at it at all.
         ranks: one part per source rank, in rank order.
+        trace: W3C traceparent, or "". Not sealed: it decides nothing.
     """
 
     transfer: str
@@ -90,11 +92,13 @@ class Ticket:
     audience: str = ""
     lifetime_s: int = LIFETIME_S
     ranks: tuple[RankTicket, ...] = ()
+    trace: str = ""
 
     def encode(self) -> str:
         """ASCII text (base64 of msgpack); ``decode`` is the inverse."""
         ranks = [[r.rank, r.address, r.epoch, r.nonce, r.key_id, r.seal] for r in self.ranks]
-        return base64.urlsafe_b64encode(msgpack.packb([TICKET_VERSION, *self._common(), ranks])).decode()
+        trace = [self.trace] if self.trace else []
+        return base64.urlsafe_b64encode(msgpack.packb([TICKET_VERSION, *self._common(), ranks, *trace])).decode()
 
     @classmethod
     def decode(cls, text: str | bytes) -> Ticket:
@@ -104,12 +108,13 @@ class Ticket:
         try:
             raw = base64.b64decode(text, altchars=b"-_", validate=True)
             fields = msgpack.unpackb(raw, max_ext_len=0, max_map_len=0, max_array_len=_MAX_ITEMS)
-            version, *common, ranks = fields
+            version, *common = fields
         except (ValueError, TypeError, binascii.Error, msgpack.UnpackException) as error:
             raise TicketError("not a ticket: it can't be decoded", hint="was it cut off on its way?") from error
         if version != TICKET_VERSION:
             raise TicketError(f"ticket version {version!r}; this pdxfer reads version {TICKET_VERSION}")
-        _list(common, 11)
+        trace = common.pop() if len(common) == 13 else ""
+        *common, ranks = _list(common, 12)
         transfer, worker, digest, state_tokens, kv_tokens, sampled, context, nbytes, tenant, audience, lifetime_s = (
             common
         )
@@ -133,6 +138,7 @@ class Ticket:
             audience=audience,
             lifetime_s=lifetime_s,
             ranks=tuple(_rank(r) for r in _list(ranks)),
+            trace=traceparent(trace),
         )
         # base64 and msgpack can write one value in many ways; with one text per ticket, any edit is seen.
         if ticket.encode().encode() != (text.encode() if isinstance(text, str) else text):
@@ -204,6 +210,7 @@ class RankIssuer:
         context: bytes = b"",
         tenant: str = "",
         audience: str = "",
+        trace: str = "",
     ) -> Ticket:
         """Return the ticket with this rank's sealed part; raises TicketError when no ticket can carry it."""
         part = RankTicket(rank=self.rank, address=self.address, epoch=self.epoch, nonce=nonce)
@@ -220,6 +227,7 @@ class RankIssuer:
                 tenant=tenant,
                 audience=audience,
                 lifetime_s=self.lifetime_s,
+                trace=traceparent(trace),
             )
             ticket = seal_rank(common, part, self.keys.active()[0])
             Ticket.decode(ticket.encode())

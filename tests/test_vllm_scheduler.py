@@ -32,6 +32,7 @@ class Request:
     cache_salt: str | None = None
     mm_features: Any = None
     skip_reading_prefix_cache: bool = False
+    trace_headers: Any = None
     num_prompt_tokens: int = 0
     _all_token_ids: list[int] = field(default_factory=list)
 
@@ -323,3 +324,17 @@ def test_versions_are_refused_by_name() -> None:
     for version, allow in [("0.29.0", True), ("0.34.1", False), ("0.29.0", False), ("dev", False)]:
         with pytest.raises(MisuseError, match=version):
             check_version(version, allow_untested=allow)
+
+
+@pytest.mark.parametrize("headers", [None, {}, {"traceparent": "nonsense"}, "nonsense"])
+def test_the_trace_of_the_request_s_headers_is_in_the_ticket(headers: Any) -> None:
+    trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    for sent, carried in ((headers, ""), ({"traceparent": trace}, trace)):
+        side = scheduler()
+        request = Request("r", list(PROMPT), {"do_remote_decode": True}, trace_headers=sent)
+        side.add(request)
+        step = side.step(Output({"r": len(PROMPT) - 1}, [New("r", 0)]))
+        assert step.offers[0].trace == carried
+        _, params = side.finished(request, well=True)
+        assert params is not None
+        assert Ticket.decode(params[TICKET_KEY]).trace == carried

@@ -45,6 +45,7 @@ from pdxfer.packing import EdgeProgram, RequestShape
 from pdxfer.plan import Edge, Plan, make_plan
 from pdxfer.spec import request_bytes
 from pdxfer.ticket import Ticket
+from pdxfer.trace import current
 from pdxfer.transfer import TARGET, Cancel, Event, Hold, Intake, Offer, State
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ class Fetch:
         self.side.check(agent.memory.layout.spec, self.shape, exclusive=True)
         self.ledger = agent.memory.ledger
         self.hold: Hold = self.ledger.open(ticket.transfer, agent.memory.units(self.side), TARGET)
-        self.timeline = agent.journal.begin("target", ticket.transfer, peer=ticket.worker)
+        self.timeline = agent.journal.begin("target", ticket.transfer, peer=ticket.worker, trace=ticket.trace)
         self.timeline.layout = ticket.layout_digest
         self._cancel = Cancel()
         self._on_done: Callable[[], None] | None = None
@@ -270,6 +271,7 @@ class Fetch:
 
     def _edge(self, plan: Plan, edge: Edge, find: Callable[[], Peer]) -> None:
         """In some thread: open, read and complete one edge; the first error of any edge cancels all."""
+        token = current.set(self.timeline.trace)
         try:
             try:
                 self._attempt(plan, edge, find(), fresh=False)
@@ -280,6 +282,8 @@ class Fetch:
             gone = getattr(error, "reason", "") == "CLIENT_CLOSED"  # by another fetch, which found nobody there
             if self._cancel.set(PeerError(str(error), reason="PEER_UNREACHABLE") if gone else error):
                 self.timeline.failed_in = _name(edge)
+        finally:
+            current.reset(token)
 
     def _attempt(self, plan: Plan, edge: Edge, peer: Peer, *, fresh: bool) -> None:
         program, stats = self._program(plan, edge)

@@ -262,6 +262,7 @@ class Agent(ControlHandler):
         nonce: bytes | None = None,
         tenant: str = "",
         audience: str = "",
+        trace: str = "",
         fence: Callable[[], None] | None = None,
         on_end: OnEnd | None = None,
     ) -> Ticket:
@@ -277,6 +278,7 @@ class Agent(ControlHandler):
             context: digest of what the caches were computed from; the target's engine compares it.
             nonce: 16 random bytes for the ticket; given when the worker's scheduler writes the ticket itself.
             tenant: whose request it is; the ticket says so, sealed. audience: the only worker that may fetch it.
+            trace: W3C traceparent of the request, for the ticket.
             fence: waits until the device has written everything; called once, before the first byte is read, by a
                 peer's call. If it fails, so does the transfer.
             on_end: called with (transfer, outcome) once the pages are free again: completed, expired, aborted ...
@@ -299,6 +301,7 @@ class Agent(ControlHandler):
             nonce=nonce,
             tenant=tenant,
             audience=audience,
+            trace=trace,
             fence=fence,
             on_end=on_end,
         )

@@ -18,7 +18,7 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -33,6 +33,7 @@ from pdxfer.messages import LIMITS, Abort, Complete, Completed, Mode, Open, Open
 from pdxfer.packing import EdgeProgram, RequestShape, Side
 from pdxfer.plan import Edge, Plan, make_plan
 from pdxfer.ticket import RankIssuer, Ticket, unseal
+from pdxfer.trace import current, traceparent
 from pdxfer.transfer import SOURCE, Event, Hold, Offer, State
 
 if TYPE_CHECKING:
@@ -121,6 +122,7 @@ class Source:
         nonce: bytes | None = None,
         tenant: str = "",
         audience: str = "",
+        trace: str = "",
         fence: Callable[[], None] | None = None,
         on_end: OnEnd | None = None,
     ) -> Ticket:
@@ -152,7 +154,7 @@ class Source:
                 offer=offer,
                 side=side,
                 shape=shape,
-                timeline=self.journal.begin("source", transfer),
+                timeline=self.journal.begin("source", transfer, trace=traceparent(trace)),
                 nonce=nonce,
                 tenant=tenant,
                 fence=fence,
@@ -161,7 +163,7 @@ class Source:
             )
             self._remember((False, transfer), record)
             self.counters["offered"] += 1
-        return ticket
+        return replace(ticket, trace=record.timeline.trace)
 
     def issuer(self, address: str) -> RankIssuer:
         """What writes tickets in our name; peers reach us at ``address``."""
@@ -248,6 +250,7 @@ class Source:
             earlier.close()
         scheme = message.transport.partition("://")[0]
         record.timeline.peer, record.timeline.layout = message.target_worker, message.layout_digest
+        record.timeline.trace = record.timeline.trace or current.get()
         record.timeline.transports.add(scheme)
         self.journal.mark(
             record.timeline, "opened", f"by rank {message.target_rank} over {scheme}, {served.mode.value}"
@@ -476,7 +479,7 @@ class Source:
                 offer=self._new_offer(ticket.transfer, generation),
                 side=side,
                 shape=shape,
-                timeline=self.journal.begin("relay", ticket.transfer, peer=self.config.worker),
+                timeline=self.journal.begin("relay", ticket.transfer, peer=self.config.worker, trace=ticket.trace),
                 plan=plan,
                 ticket_text=text,
                 ready=threading.Event(),

@@ -22,6 +22,7 @@ from pdxfer.connectors.context import prompt_context, tenant_of
 from pdxfer.connectors.vllm_step import BlockIds, Load, Offer, Step
 from pdxfer.errors import MisuseError, PdxferError, TicketError
 from pdxfer.ticket import RankIssuer, Ticket, issue_ticket
+from pdxfer.trace import HEADER, traceparent
 
 __all__ = ["TICKET_KEY", "SchedulerSide"]
 
@@ -38,6 +39,7 @@ class _Prefill:
     tokens: int
     context: bytes
     tenant: str
+    trace: str
     offer: Offer | None = None
 
 
@@ -122,7 +124,7 @@ class SchedulerSide:
             return
         _drop_last_token(request)
         self._prefills[request.request_id] = _Prefill(
-            tokens=tokens, context=context, tenant=tenant_of(request.cache_salt)
+            tokens=tokens, context=context, tenant=tenant_of(request.cache_salt), trace=_trace_of(request)
         )
 
     def _add_decode(self, request: Any, params: Mapping[str, Any]) -> None:
@@ -198,6 +200,7 @@ class SchedulerSide:
             nonce=secrets.token_bytes(16),
             context=prefill.context,
             tenant=prefill.tenant,
+            trace=prefill.trace,
         )
         self._orders.offers.append(prefill.offer)
 
@@ -232,6 +235,7 @@ class SchedulerSide:
             context=offer.context,
             nonce=offer.nonce,
             tenant=offer.tenant,
+            trace=offer.trace,
         )
         return {
             "do_remote_prefill": True,
@@ -256,6 +260,12 @@ class SchedulerSide:
     def _decline(self, decode: _Decode, reason: str) -> None:
         if decode.text and not decode.error:
             self._orders.declined.append((decode.text, reason))
+
+
+def _trace_of(request: Any) -> str:
+    """The traceparent that came with the request's HTTP headers, or ""."""
+    headers = getattr(request, "trace_headers", None)
+    return traceparent(headers.get(HEADER)) if isinstance(headers, Mapping) else ""
 
 
 def _context_of(request: Any, tokens: int) -> bytes:

@@ -25,8 +25,8 @@ BlockIds = tuple[tuple[int, ...], ...]
 class Offer:
     """Prefill of a request ends in this step: offer its pages once the forward pass is launched.
 
-    ``tokens`` is where state and KV stand; ``nonce``, ``context`` and ``tenant`` go into the ticket, which the
-    scheduler writes.
+    ``tokens`` is where state and KV stand; ``nonce``, ``context``, ``tenant`` and ``trace`` go into the ticket, which
+    the scheduler writes.
     """
 
     request: str
@@ -36,6 +36,7 @@ class Offer:
     nonce: bytes
     context: bytes
     tenant: str = ""
+    trace: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,6 +26,7 @@ from pdxfer.connectors.vllm_step import BlockIds, Load, Offer, Step
 from pdxfer.connectors.vllm_tensors import GroupTable, RankTensors
 from pdxfer.errors import PdxferError
 from pdxfer.layout import Holding, Layout, RankLayout
+from pdxfer.observe.tracing import tracing_listeners
 from pdxfer.spec import CacheSpec, Growth
 from pdxfer.ticket import RankIssuer
 
@@ -105,6 +106,7 @@ class WorkerSide:
         self.shutdown()
         layout = self._worker_layout(tensors.rank)
         agent = Agent(self._settings.agent_config(self._ranks.rank))
+        agent.journal.listeners.extend(tracing_listeners())
         try:
             self._layout, self._storages = layout, [storages[name] for name in tensors.storages]
             agent.attach(layout, self._storages)
@@ -237,6 +239,7 @@ class WorkerSide:
             context=offer.context,
             nonce=offer.nonce,
             tenant=offer.tenant,
+            trace=offer.trace,
             fence=fence,
             on_end=lambda _transfer, outcome: self._end(sent, outcome.split()[0].rstrip(":")),
         )

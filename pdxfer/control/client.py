@@ -33,6 +33,7 @@ from pdxfer.messages import (
     Renew,
     Renewed,
 )
+from pdxfer.trace import HEADER, current
 
 __all__ = ["ControlClient"]
 
@@ -198,7 +199,8 @@ class ControlClient:
             link = self._connected(until_s, wait_for_ready)
             left_s = _checked_timeout_s(until_s - time.monotonic())
             try:
-                return link.calls[name](request, timeout=left_s, wait_for_ready=patient)
+                metadata = ((HEADER, trace),) if (trace := current.get()) else None
+                return link.calls[name](request, timeout=left_s, wait_for_ready=patient, metadata=metadata)
             except grpc.RpcError as raised:
                 if self._closed:
                     message = f"the client of {self.address} was closed during {name}"

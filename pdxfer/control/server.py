@@ -33,6 +33,7 @@ from pdxfer.control.endpoint import MAX_MESSAGE_BYTES, SHARED_OPTIONS, Endpoint
 from pdxfer.control.tls import LOCAL, Caller, Credentials
 from pdxfer.errors import DeadlineError, InternalError, MisuseError, PdxferError, TicketError
 from pdxfer.messages import ControlHandler, Describe
+from pdxfer.trace import HEADER, current, traceparent
 
 __all__ = ["ControlServer"]
 
@@ -256,6 +257,7 @@ def _answer(
     caller = rules.caller(context)
     message = method.request.decode(body)
     rules.check(caller, message)
+    current.set(next((traceparent(value) for key, value in context.invocation_metadata() or () if key == HEADER), ""))
     left_s = context.time_remaining()
     if left_s is not None and left_s <= 0:
         raise DeadlineError(f"{method.name} waited for a worker until its deadline had passed")

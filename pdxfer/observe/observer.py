@@ -171,7 +171,7 @@ class Observer:
 def _counts(agent: Agent) -> Counter[tuple[str, ...]]:
     found = Counter(agent.journal.counts)
     for (scheme, reason), times in list(agent.peers.fallbacks.items()):
-        found[("transport_fallbacks", scheme, reason_of(reason).name)] += times
+        found[("transport_fallbacks", scheme, reason if reason == "NOT_IN_COMMON" else reason_of(reason).name)] += times
     for scheme, arena in agent.memory.arenas().items():
         found[("backpressure_seconds", scheme)] += arena.waited_s  # type: ignore[assignment]
         found[("backpressure_rejections", scheme)] += arena.refusals

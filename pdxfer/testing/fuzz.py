@@ -35,7 +35,7 @@ HANG_S = 1.0
 #: Memory that one input may cost: so many times its own bytes, and a constant for tables and messages.
 BYTES_PER_BYTE, BYTES_AT_ALL = 16, 1 << 20
 _LONGEST = 64 << 10
-_POOL = 512
+_POOL, _POOLED_BYTES = 512, 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ def fuzz(name: str, inputs: Iterator[bytes] | int, *, seed: int = 0, finds_max: 
                 why = f"it took {again_s:.2f} s"
             if not why and peak > BYTES_PER_BYTE * len(data) + BYTES_AT_ALL:
                 why = f"it took {peak} B of memory for {len(data)} B"
-            if accepted and len(pool) < _POOL and isinstance(inputs, int):
+            if accepted and len(data) <= _POOLED_BYTES and len(pool) < _POOL and isinstance(inputs, int):
                 pool.append(data)  # what is accepted is a step towards what is accepted and rare
             if why:
                 report.finds.append(Find(data, why))

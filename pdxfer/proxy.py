@@ -281,7 +281,7 @@ class _Call:
         self.request = request
         self.status = CLIENT_GONE
         self.notes: list[str] = []
-        onward = ("Authorization", "X-Request-Id")
+        onward = ("Authorization", "X-Request-Id", "Traceparent", "Tracestate")
         self.headers = {name: request.headers[name] for name in onward if request.headers.get(name)}
         if not "".join(self.headers.values()).isascii():
             raise MisuseError(f"{' and '.join(self.headers)} must be ASCII")

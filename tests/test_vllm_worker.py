@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +15,7 @@ import numpy as np
 import pytest
 
 from pdxfer.builders import Parallel, Storage, build_layout
+from pdxfer.cli.main import main
 from pdxfer.connectors.vllm_settings import Settings
 from pdxfer.connectors.vllm_stats import PdxferStats
 from pdxfer.connectors.vllm_step import Load, Offer, Step
@@ -302,3 +305,16 @@ def test_a_declined_ticket_is_freed_and_a_kept_one_stays() -> None:
         assert target.until(1, "k") == [False, False]
         assert source.until(0, "k") == [False]
         assert source.stats().data["offers"] == {"declined": 1, "completed": 1}
+
+
+def test_every_rank_shows_itself_where_the_settings_say(capsys) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    if port > 65_000:
+        pytest.skip("the next ports are none")
+    with engine("p0", 2, 16, admin=f"127.0.0.1:{port}"):
+        for rank in range(2):
+            assert main(["status", "--json", "--admin", f"127.0.0.1:{port + rank}"]) == 0
+            (agent,) = json.loads(capsys.readouterr().out)["agents"]
+            assert (agent["worker"], agent["rank"]) == ("p0", rank)
+    assert main(["status", "--admin", f"127.0.0.1:{port}"]) == 5

@@ -17,7 +17,7 @@ from pdxfer.errors import MisuseError
 from pdxfer.packing import KERNELS, native_available
 from pdxfer.transport import WINDOW_MESSAGES
 
-__all__ = ["RELOADABLE", "AgentConfig", "Incarnation"]
+__all__ = ["RELOADABLE", "AgentConfig", "Incarnation", "shifted"]
 
 _Kind = TypeVar("_Kind")
 
@@ -107,8 +107,8 @@ class AgentConfig:
             self,
             worker=worker or self.worker,
             rank=rank,
-            control=tuple(_shifted(address, rank) for address in self.control),
-            listen={scheme: _shifted(address, rank) for scheme, address in self.listen.items()},
+            control=tuple(shifted(address, rank) for address in self.control),
+            listen={scheme: shifted(address, rank) for scheme, address in self.listen.items()},
         )
 
 
@@ -137,6 +137,7 @@ def _made(kind: type[_Kind], value: Any, field: str) -> _Kind | None:
         raise MisuseError(f"{field}: {error}") from error
 
 
-def _shifted(address: str, rank: int) -> str:
+def shifted(address: str, rank: int) -> str:
+    """An address with its port, if that is a fixed one, moved up by ``rank``."""
     head, colon, port = address.rpartition(":")
     return f"{head}{colon}{int(port) + rank}" if colon and port.isdecimal() and int(port) else address

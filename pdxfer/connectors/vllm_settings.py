@@ -11,6 +11,7 @@ worker               name of this worker among its peers (the engine id)
 control, listen      addresses to bind; rank r of a fixed port p binds p + r (private Unix sockets)
 timeout_s            bound of one fetch, from its start to READY (60)
 accept_state_dtypes  dtypes of S on the other side that we agree to convert with (none); both sides must agree
+admin                HOST:PORT (rank r: PORT + r) of this machine for ``pdxfer status`` and its kin (none)
 allow_untested       run on a vLLM version that this connector was not tested with (false)
 ===================  ====================================================================================
 """
@@ -59,12 +60,13 @@ class Settings:
     timeout_s: float = 60.0
     accept_state_dtypes: tuple[str, ...] = ()
     allow_untested: bool = False
+    admin: str = ""
     agent: AgentConfig
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any], engine_id: str) -> Settings:
         """Read ``kv_connector_extra_config``; raises MisuseError that names the key and what it may be."""
-        own = {"mode", "worker", "timeout_s", "accept_state_dtypes", "allow_untested"}
+        own = {"admin", "mode", "worker", "timeout_s", "accept_state_dtypes", "allow_untested"}
         of_agent = {field.name for field in fields(AgentConfig)} - {"worker", "rank", "mode"} | {"transfer_mode"}
         for key in extra:
             if key not in own | of_agent:
@@ -90,6 +92,7 @@ class Settings:
             timeout_s=timeout_s,
             accept_state_dtypes=tuple(_typed(extra, "accept_state_dtypes", (list, tuple), ())),
             allow_untested=_typed(extra, "allow_untested", bool, False),
+            admin=_typed(extra, "admin", str, ""),
             agent=agent,
         )
 

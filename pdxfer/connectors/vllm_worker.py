@@ -15,10 +15,12 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pdxfer.agent import Agent
+from pdxfer.agent.config import shifted
 from pdxfer.agent.service import host_name
 from pdxfer.connectors.vllm_settings import Settings
 from pdxfer.connectors.vllm_stats import PdxferStats
@@ -26,6 +28,7 @@ from pdxfer.connectors.vllm_step import BlockIds, Load, Offer, Step
 from pdxfer.connectors.vllm_tensors import GroupTable, RankTensors
 from pdxfer.errors import PdxferError
 from pdxfer.layout import Holding, Layout, RankLayout
+from pdxfer.observe import Admin, Observer
 from pdxfer.observe.tracing import tracing_listeners
 from pdxfer.spec import CacheSpec, Growth
 from pdxfer.ticket import RankIssuer
@@ -86,6 +89,7 @@ class WorkerSide:
     def __init__(self, settings: Settings, ranks: Ranks, spec: CacheSpec, watch: Watch) -> None:
         self._settings, self._ranks, self.spec, self._watch = settings, ranks, spec, watch
         self._agent: Agent | None = None
+        self._observed = ExitStack()
         self._layout = Layout(spec=spec, ranks=(RankLayout(rank=0, regions=(), holdings=()),))
         self._storages: list[torch.Tensor] = []
         self._tables: tuple[GroupTable, ...] = ()
@@ -106,18 +110,32 @@ class WorkerSide:
         self.shutdown()
         layout = self._worker_layout(tensors.rank)
         agent = Agent(self._settings.agent_config(self._ranks.rank))
-        agent.journal.listeners.extend(tracing_listeners())
+        observed = ExitStack()
         try:
             self._layout, self._storages = layout, [storages[name] for name in tensors.storages]
             agent.attach(layout, self._storages)
             agent.start()
+            self._observe(agent, observed)
             addresses = [data.decode() for data in self._ranks.gather(agent.address.encode())]
         except BaseException:
+            observed.close()
             agent.close()
             raise
+        self._observed = observed
         agent.siblings.update({rank: a for rank, a in enumerate(addresses) if rank != self._ranks.rank})
         self._agent, self._tables = agent, tensors.tables
         _log.info("rank %d of %d serves at %s", self._ranks.rank, self._ranks.size, agent.address)
+
+    def _observe(self, agent: Agent, observed: ExitStack) -> None:
+        """Spans of its transfers where OpenTelemetry is, and the admin that the settings ask for."""
+        listeners, admin = tracing_listeners(), self._settings.admin
+        if not admin:
+            agent.journal.listeners.extend(listeners)
+            return
+        observer = observed.enter_context(Observer(listeners=listeners))
+        observer.add(agent)
+        served = observed.enter_context(Admin(observer, shifted(admin, self._ranks.rank)))
+        _log.info("rank %d shows itself at %s", self._ranks.rank, served.url)
 
     def _worker_layout(self, mine: RankLayout) -> Layout:
         """Put all ranks' own layouts together; ranks that share a machine get the same host number."""
@@ -140,6 +158,7 @@ class WorkerSide:
     def shutdown(self) -> None:
         """End every transfer and the agent. Idempotent."""
         if self._agent is not None:
+            self._observed.close()
             self._agent.close()
             self._agent = None
 

@@ -14,7 +14,7 @@ import pytest
 
 from pdxfer.control import ControlClient, ControlServer, Credentials, Tls
 from pdxfer.control.convert import METHODS
-from pdxfer.errors import MisuseError, PdxferError, PeerError, TicketError
+from pdxfer.errors import DeadlineError, MisuseError, PdxferError, PeerError, TicketError
 from pdxfer.messages import Complete, Describe
 from tests.certificates import Authority
 from tests.test_control import EPOCH, SESSION, WAIT_S, Handler
@@ -175,6 +175,39 @@ def test_a_client_follows_a_server_that_came_back_with_another_certificate(autho
             pytest.raises(PeerError),
         ):
             client.complete(complete("w"), WAIT_S)
+
+
+def test_a_client_whose_own_certificate_ran_out_goes_on_with_the_renewed_one(authority):
+    client_tls = authority.tls(DECODE, peers=(PREFILL,), days=-1)
+    with (
+        serving(authority.tls(PREFILL, common_name="p", peers=(DECODE,))) as address,
+        ControlClient(address, credentials=Credentials(client_tls)) as client,
+    ):
+        with pytest.raises(PeerError):
+            client.complete(complete("w"), WAIT_S)
+        authority.renew(client_tls, DECODE)
+        assert client.complete(complete("w"), WAIT_S).state == "done"
+
+
+def test_who_waits_for_a_look_waits_no_longer_than_its_own_deadline(authority):
+    silent = socket.create_server(("127.0.0.1", 0))  # accepts, and never says a word
+    address = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+    errors: list[PdxferError] = []
+
+    def ask(timeout_s: float) -> None:
+        try:
+            client.complete(complete("w"), timeout_s)
+        except PdxferError as error:
+            errors.append(error)
+
+    client = ControlClient(address, credentials=Credentials(authority.tls(DECODE, peers=(PREFILL,))))
+    with silent, client:
+        patient = threading.Thread(target=ask, args=(1.5,))
+        patient.start()
+        ask(0.1)
+        assert [type(error) for error in errors] == [DeadlineError]
+        patient.join()
+    assert [type(error) for error in errors] == [DeadlineError] * 2
 
 
 def test_a_renewal_that_can_t_be_read_changes_nothing(authority, caplog):

@@ -12,6 +12,8 @@ import math
 import os
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, NamedTuple, cast
 
@@ -72,7 +74,7 @@ _LOOK_AGAIN_S = 0.1
 
 
 class _Link(NamedTuple):
-    """One gRPC channel, and whom it leads to. ``leaf``: the certificate it accepts; b"" without TLS."""
+    """One gRPC channel, and whom it leads to. ``leaf``: the certificate it accepts, and ours; b"" without TLS."""
 
     channel: grpc.Channel
     peer: Caller
@@ -162,9 +164,9 @@ class ControlClient:
     def close(self) -> None:
         """Close the channel; running calls end with AbortedError. Idempotent."""
         self._closed = True
-        with self._lock:
-            if self._link is not None:
-                self._link.channel.close()
+        link = self._link
+        if link is not None:
+            link.channel.close()
 
     def __enter__(self) -> ControlClient:
         return self
@@ -209,24 +211,43 @@ class ControlClient:
                 if error.reason != "PEER_UNREACHABLE" or not self._look_again(link, until_s, wait_for_ready):
                     raise error from raised
             except ValueError as error:
-                raise self._is_closed() from error
+                if self._closed or self._link is link:
+                    raise self._is_closed() from error
 
     def _is_closed(self) -> MisuseError:
         return MisuseError(f"the client of {self.address} is closed", reason="CLIENT_CLOSED")
 
     def _connected(self, until_s: float, wait_for_ready: bool) -> _Link:
         """The channel; over TLS, who is at its end is looked at first."""
-        with self._lock:
+        if (link := self._link) is not None:
+            return link
+        with self._looking(until_s):
             while self._link is None:
-                if self._closed:
-                    raise self._is_closed()
                 try:
-                    self._link = self._new_link(until_s)
+                    self._adopt(self._new_link(until_s))
                 except PeerError:
                     if not wait_for_ready or time.monotonic() + _LOOK_AGAIN_S > until_s:
                         raise
                     time.sleep(_LOOK_AGAIN_S)
             return self._link
+
+    @contextmanager
+    def _looking(self, until_s: float) -> Iterator[None]:
+        """One thread looks who is there; the others wait for it, each until its own deadline."""
+        if not self._lock.acquire(timeout=max(0.0, until_s - time.monotonic())):
+            raise DeadlineError(f"{self.address} was still being looked at by another call")
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def _adopt(self, link: _Link) -> None:
+        old, self._link = self._link, link
+        if old is not None:
+            old.channel.close()
+        if self._closed:  # meanwhile: nobody else would close it
+            link.channel.close()
+            raise self._is_closed()
 
     def _new_link(self, until_s: float) -> _Link:
         where = self._endpoint
@@ -236,6 +257,7 @@ class ControlClient:
         else:
             left_s = _checked_timeout_s(until_s - time.monotonic())
             peer, leaf, credentials, name = self._credentials.meet(where.host, where.port, timeout_s=left_s)
+            leaf += self._credentials.pem().cert  # a renewal of ours needs a new channel, too
             options = (*_CLIENT_OPTIONS, ("grpc.ssl_target_name_override", name))
             channel = grpc.secure_channel(where.grpc_target, credentials, options=options)
         calls: dict[str, Any] = {name: channel.unary_unary(method.path) for name, method in METHODS.items()}
@@ -247,20 +269,18 @@ class ControlClient:
         """Whether a call that never arrived is worth another try: there is a new certificate, or we may wait."""
         if self._credentials is None or time.monotonic() + _LOOK_AGAIN_S > until_s:
             return False
-        with self._lock:
-            if self._link is link:
-                try:
-                    new = self._new_link(until_s)
-                except (PeerError, DeadlineError):
-                    new = link
-                if new.leaf != link.leaf or new.peer != link.peer:
-                    self._link = new
-                    link.channel.close()
-                    return True
-                if new is not link:
-                    new.channel.close()
-            elif self._link is not None:
+        with self._looking(until_s):
+            if self._link is not link:
                 return True
+            try:
+                new = self._new_link(until_s)
+            except (PeerError, DeadlineError):
+                new = link
+            if new.leaf != link.leaf or new.peer != link.peer:
+                self._adopt(new)
+                return True
+            if new is not link:
+                new.channel.close()
         if wait_for_ready:
             time.sleep(_LOOK_AGAIN_S)
         return wait_for_ready

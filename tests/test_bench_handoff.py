@@ -245,8 +245,15 @@ def test_suite_judges_what_it_measured() -> None:
 def test_suite_says_what_it_could_not_measure() -> None:
     results = run("handoff", "--suite", "reference", "--only", "kimi", "--max-time", "1", "--shrink", "2048", code=1)
     (line,) = results["lines"]
-    assert line["holds"] is None
+    assert line["holds"] is False
     assert "not measured" in line["value"]
+
+
+def test_suite_passes_over_what_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdxfer.bench.suite.known_schemes", lambda: {"shm": "", "pigeon": ""})
+    (line,) = bench_suite(("planes",), 1, 4096, lambda _: None, Clock(100))["lines"]
+    assert line["holds"] is None
+    assert "no transport for scheme 'pigeon'" in line["value"]
 
 
 # -- links ---------------------------------------------------------------------------------------

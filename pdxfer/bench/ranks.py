@@ -60,9 +60,9 @@ class Way:
 
     def config(self, worker: str, rank: int, host: str) -> AgentConfig:
         """An agent's: patient, as a bench may fill every core. ``host``: to bind to, where peers are elsewhere."""
-        more: dict[str, Any] = {}
-        if self.transport != "auto":
-            more["transports"] = tuple(self.transport.split(","))
+        more: dict[str, Any] = {"transports": tuple(self.transport.split(","))}
+        if host and self.transport == "auto":
+            raise MisuseError("two hosts need a transport by name", hint="say --transport tcp, or another")
         known = {field.name for field in fields(AgentConfig)}
         if self.threads and "threads" in known:
             more["threads"] = self.threads

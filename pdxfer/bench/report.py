@@ -22,7 +22,7 @@ _STYLE = (
     "body{font:15px/1.45 system-ui,sans-serif;margin:2em auto;max-width:76em;padding:0 1em;color:#222}"
     "table{border-collapse:collapse;font-size:12px;display:block;overflow-x:auto}h2{margin-top:2em}"
     "td,th{border-bottom:1px solid #ddd;padding:3px 8px;text-align:right;white-space:nowrap}"
-    "td:first-child,th:first-child{text-align:left}img{max-width:100%}.no{color:#b00020}.yes{color:#1b7f3b}"
+    "td:first-child,th:first-child{text-align:left}img{max-width:100%}.misses{color:#b00020}.holds{color:#1b7f3b}"
 )
 #: x, y, and what one line is, of the plots that rows with these fields give.
 _LINES = (
@@ -33,6 +33,7 @@ _LINES = (
     ("layers", "cold_p50_ms", ("placement",)),
     ("tokens", "request_p50_ms", ("placement",)),
 )
+_MARKS = {True: "holds", False: "misses", None: "absent"}
 _HIDDEN = ("seed", "kind", "placement", "fragmentation", "model")
 
 
@@ -143,7 +144,7 @@ def _section(name: str, report: Mapping[str, Any]) -> str:
     if lines := results.get("lines"):
         rows = "".join(
             f"<tr><td>{html.escape(line['line'])}<td>{html.escape(line['value'])}<td>{html.escape(line['target'])}"
-            f'<td class="{"yes" if line["holds"] else "no"}">{"holds" if line["holds"] else "misses"}'
+            f"<td class={_MARKS[line['holds']]}>{_MARKS[line['holds']]}"
             for line in lines
         )
         parts.append(f"<table><tr><th>what<th>measured<th>target<th>{rows}</table>")

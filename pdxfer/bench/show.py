@@ -93,7 +93,7 @@ def handoff(console: Console, results: dict[str, Any]) -> None:
         console.print(table)
     if lines := results.get("lines"):
         table = _table("what is promised", "line", "measured", "target", "")
-        marks = {True: "[green]holds[/green]", False: "[red]misses[/red]", None: "[yellow]not measured[/yellow]"}
+        marks = {True: "[green]holds[/green]", False: "[red]misses[/red]", None: "[yellow]not here[/yellow]"}
         for line in lines:
             table.add_row(line["line"], line["value"], line["target"], marks[line["holds"]])
         console.print(table)

@@ -29,7 +29,7 @@ def test_seeds_are_read_and_saved_inputs_do_no_harm(name):
 
 @every_decoder
 def test_new_inputs_do_no_harm(name):
-    report = fuzz(name, 700, seed=time.time_ns() % 1_000_003)  # another one each time; a find prints its input
+    report = fuzz(name, 700, seed=7)  # the same each time; the command tries others, and a million of them
     assert not report.finds, [(find.why, fuzzing.again(name, find.data)) for find in report.finds]
     assert report.inputs == 700
 

@@ -50,8 +50,7 @@ def _requires() -> list[str]:
 
 
 def _limit(name: str) -> int:
-    soft, _ = resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))
-    return 1 << 62 if soft == resource.RLIM_INFINITY else soft
+    return resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))[0] % (1 << 63)  # -1 is no limit
 
 
 def _clock_unsynchronised() -> bool | None:
@@ -85,7 +84,6 @@ class Machine:
     need_bytes: int = 128 << 20
     transports: tuple[str, ...] = ("shm", "tcp")
     control: tuple[str, ...] = ()
-    insecure: bool = False
     keys: str = ""
     tls: Any = None
     answer: Mapping[str, Any] | PdxferError | None = None
@@ -255,8 +253,6 @@ def _directory(m: Machine) -> Finding:
 def _bind(m: Machine) -> Finding:
     from pdxfer.control.endpoint import Endpoint
 
-    if not m.control:
-        return Finding("ok", "private Unix sockets only")
     for address in m.control:
         try:
             endpoint = Endpoint.parse(address)
@@ -271,10 +267,10 @@ def _bind(m: Machine) -> Finding:
         except OSError as error:
             return Finding("fail", f"{address}: {error.strerror}", "another process has the port, or no such interface")
         local = str(where[0]).startswith("127.") or where[0] == "::1"
-        if not local and m.tls is None and not m.insecure:
+        if not local and m.tls is None:
             return Finding("fail", f"{address} is open to other hosts, and nobody is authenticated",
                            "set tls (ca, cert, key, peers), or bind to 127.0.0.1")  # fmt: skip
-    return Finding("ok", ", ".join(m.control))
+    return Finding("ok", ", ".join(m.control) or "private Unix sockets only")
 
 
 def _keys(m: Machine) -> Finding:

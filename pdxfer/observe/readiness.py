@@ -153,6 +153,8 @@ class Readiness:
             problem = error.message if self._slow[key] > 1 else ""
         except PdxferError as error:
             problem = error.message
+        except Exception as error:  # noqa: BLE001 - e.g. an agent that closes meanwhile; the other checks go on
+            problem = f"the check failed: {type(error).__name__}: {error}"
         else:
             self._slow.pop(key, None)
         return f"rank {agent.config.rank}: {problem}" if problem else ""

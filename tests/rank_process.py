@@ -162,6 +162,13 @@ class _Server:
     def do_free_arena(self, scheme: str) -> None:
         self.agent.memory.arena(scheme).free(self.held)
 
+    def do_attached(self, times: int) -> None:
+        """Wait until a sidecar was attached to again so often."""
+        until_s = time.monotonic() + 60.0
+        while self.agent.reattached < times:
+            assert time.monotonic() < until_s, "not attached again"
+            time.sleep(0.01)
+
     def do_ready(self) -> int:
         """How many times pages have ever become READY."""
         return sum(n for (_, after), n in self.agent.memory.ledger.transitions.items() if after == "ready")
@@ -181,6 +188,10 @@ class _Server:
         return held
 
     def _count(self) -> dict[str, int]:
+        if self.rank.sidecar:
+            held = self.agent.check_integrity()
+            pages = sum(n for state, n in held.items() if state not in ("free", "staged_bytes"))
+            return {**resources(self.directory), "pages": pages, "staged_bytes": held["staged_bytes"]}
         memory = self.agent.memory
         pages = sum(n for state, n in memory.ledger.counts().items() if state != "free")
         staged = sum(arena.used_bytes for arena in memory._arenas.values())

@@ -132,7 +132,7 @@ def test_every_end_gives_the_quota_back():
             ticket = Ticket.decode(source.offer(key, TOKENS, on_end=ends))
             end(ticket)
         ends.wait(2)
-        assert agent.source._usage.open_transfers == 0
+        assert agent.source.usage.open_transfers == 0
 
 
 def test_staging_of_a_tenant_is_wiped_when_its_reader_has_released_it():

@@ -7,7 +7,9 @@ whatever process asks. Page tables are drawn at random and never overlap between
 from __future__ import annotations
 
 import os
+import secrets
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,7 +18,9 @@ from typing import Any
 import numpy as np
 
 from pdxfer import wire
-from pdxfer.agent import Agent, AgentConfig, Fetch, Received
+from pdxfer.agent import Agent, AgentConfig, Fetch, Received, SidecarAgent
+from pdxfer.agent.config import DaemonConfig
+from pdxfer.agent.daemon import Daemon
 from pdxfer.builders import Parallel, Storage, build_layout
 from pdxfer.errors import PeerError, TransportError
 from pdxfer.layout import Layout
@@ -91,12 +95,17 @@ class Rank:
         wrap: Callable[[Transport], Transport] | None = None,
         seed: int = 0,
         own_memory: str = "",
+        sidecar: str = "",
         **config: Any,
     ) -> None:
         small = {"worker": f"w{seed}", "arena_bytes": 1 << 20, "chunk_bytes": 64 << 10}
         self.layout, self.rank = layout, rank
-        self.agent = CountingAgent(AgentConfig(rank=rank, **{**small, **config}))
-        if wrap is not None:
+        self.sidecar = sidecar
+        if not sidecar:
+            self.agent = CountingAgent(AgentConfig(rank=rank, **{**small, **config}))
+        else:
+            self.agent = SidecarAgent(sidecar, worker=config.get("worker", f"w{seed}"), rank=rank)
+        if wrap is not None and not sidecar:
             for scheme, transport in self.agent.transports.items():
                 self.agent.transports[scheme] = wrap(transport)
         self.rng = np.random.default_rng([seed, rank])
@@ -134,6 +143,13 @@ class Rank:
 
     def check_idle(self) -> None:
         """Every page is free, and nothing was lost. Staging is free once the channels' threads have looked."""
+        if self.sidecar:
+            for _ in range(1000):
+                held = {state: n for state, n in self.agent.check_integrity().items() if n}
+                if set(held) == {"free"}:
+                    return
+                time.sleep(0.01)
+            raise AssertionError(f"the sidecar still holds {held}")
         memory = self.agent.memory
         for arena in list(memory._arenas.values()):
             with arena._changed:
@@ -146,12 +162,18 @@ class Rank:
 
 
 class Worker:
-    """All ranks of a worker in this process. Use as a context manager."""
+    """All ranks of a worker in this process. Use as a context manager.
 
-    def __init__(self, layout: Layout, *, seed: int = 0, worker: str = "", **config: Any) -> None:
+    Args:
+        sidecar: directory for the socket of a daemon (here, too) that the agents live in; "" is none.
+    """
+
+    def __init__(self, layout: Layout, *, seed: int = 0, worker: str = "", sidecar: str = "", **config: Any) -> None:
         self.layout, self.stack = layout, ExitStack()
         self.ranks: list[Rank] = []
         with self.stack:
+            if sidecar:
+                config["sidecar"] = self.stack.enter_context(_daemon(sidecar, config)).config.socket
             for rank in range(len(layout)):
                 self.ranks.append(Rank(layout, rank, seed=seed, worker=worker or f"w{seed}", **config))
                 self.stack.callback(self.ranks[-1].agent.close)
@@ -202,6 +224,13 @@ class Worker:
         """See ``Rank.check_idle``."""
         for rank in self.ranks:
             rank.check_idle()
+
+
+def _daemon(directory: str, config: dict[str, Any]) -> Daemon:
+    """A daemon whose agents have this config, of which only what is an engine's own remains."""
+    of_agent = {name: config.pop(name) for name in list(config) if name not in ("own_memory", "wrap")}
+    agent = AgentConfig(**{"worker": "w", "arena_bytes": 1 << 20, "chunk_bytes": 64 << 10, **of_agent})
+    return Daemon(DaemonConfig(socket=f"{directory}/{secrets.token_hex(4)}/s", agent=agent))
 
 
 def settle(fetches: Sequence[Fetch]) -> list[Received]:
@@ -361,22 +390,22 @@ class _TappedChannel(Channel):
 # ---------------------------------------------------------------- what a process holds
 
 
-def resources(directory: str) -> dict[str, int]:
-    """What this process and its temporary directory hold now; compare two of them."""
+def resources(directory: str, process: str | int = "self") -> dict[str, int]:
+    """What a process and its temporary directory hold now; compare two of them."""
     links = []
-    for fd in os.listdir("/proc/self/fd"):
+    for fd in os.listdir(f"/proc/{process}/fd"):
         try:
-            links.append(os.readlink(f"/proc/self/fd/{fd}"))
+            links.append(os.readlink(f"/proc/{process}/fd/{fd}"))
         except FileNotFoundError:  # the one that lists
             continue
-    with open("/proc/self/maps", encoding="utf-8") as maps:
+    with open(f"/proc/{process}/maps", encoding="utf-8") as maps:
         memfds = sum("memfd:" in line for line in maps)
     files = sum(len(dirs) + len(names) for _, dirs, names in os.walk(directory))
     return {
         "fds": len(links),
         "sockets": sum(link.startswith("socket:") for link in links),
         "memfds": memfds + sum("memfd:" in link for link in links),
-        "threads": threading.active_count(),
+        "threads": threading.active_count() if process == "self" else len(os.listdir(f"/proc/{process}/task")),
         "files": files,
     }
 

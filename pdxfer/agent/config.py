@@ -6,6 +6,7 @@ Where the values come from (flags, environment, files) is the affair of ``pdxfer
 from __future__ import annotations
 
 import math
+import os
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -17,12 +18,12 @@ from pdxfer.errors import MisuseError
 from pdxfer.packing import KERNELS, native_available
 from pdxfer.transport import WINDOW_MESSAGES
 
-__all__ = ["RELOADABLE", "AgentConfig", "Incarnation", "shifted"]
+__all__ = ["RELOADABLE", "AgentConfig", "DaemonConfig", "Incarnation", "shifted"]
 
 _Kind = TypeVar("_Kind")
 
 #: Fields that ``Agent.reconfigure`` takes over while the agent runs.
-RELOADABLE = ("call_s", "hold_max_s", "lease_s", "stall_s")
+RELOADABLE = ("call_s", "hold_max_s", "lease_s", "quotas", "stall_s")
 
 
 _ALIASES = {"nccl": "torch_dist"}
@@ -113,12 +114,53 @@ class AgentConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DaemonConfig:
+    """How a daemon works.
+
+    Attributes:
+        socket: path of the Unix socket for engines; its directory is made (0700), or must be this user's alone.
+        worker: name of the worker among its peers; "" is what its engine says.
+        health: addresses of ``grpc.health.v1`` for probes (``tcp://host:port``, ``unix:///path``).
+        admin: ``HOST:PORT`` (loopback) or ``unix:///path`` of the HTTP admin; "" is none. metrics: the same for
+            livez, readyz and metrics alone, at any address.
+        drain_s: how long a drain waits for live leases.
+        log_level: debug, info, warning or error.
+        agent: how each rank's agent works; rank r of a fixed port p binds p + r. Without ``control`` a rank has a
+            Unix socket beside ours, with a name that outlives a restart.
+    """
+
+    socket: str
+    worker: str = ""
+    health: tuple[str, ...] = ()
+    admin: str = "127.0.0.1:9464"
+    metrics: str = ""
+    drain_s: float = 55.0
+    log_level: str = "info"
+    agent: AgentConfig = field(default_factory=lambda: AgentConfig(worker="engine"))
+
+    def __post_init__(self) -> None:
+        if not os.path.isabs(self.socket) or len(os.fsencode(self.socket)) > 100:
+            raise MisuseError(f"socket must be an absolute path of at most 100 bytes, not {self.socket!r}")
+        if self.log_level not in ("debug", "info", "warning", "error"):
+            raise MisuseError(f"log_level must be debug, info, warning or error, not {self.log_level!r}")
+        if not 0 <= self.drain_s < 86_400:
+            raise MisuseError(f"drain_s must be at least 0 and less than a day, not {self.drain_s}")
+
+    def of_rank(self, rank: int, worker: str) -> AgentConfig:
+        """The config of one attached rank's agent."""
+        config = self.agent.at_rank(rank, self.worker or worker)
+        if config.control:
+            return config
+        return replace(config, control=(f"unix://{self.socket}.{rank}",))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Incarnation:
     """One life of a rank as its tickets know it: the epoch, and the key that seals them (32 bytes).
 
     An agent makes its own. A sidecar is given its engine's, so that what writes tickets in the engine (``RankIssuer``)
     outlives the sidecar: after a restart every old offer is unknown there (its nonce and sessions are gone), and new
-    ones open.
+    ones open. ``ticket_keys`` of the config go before the key.
     """
 
     epoch: bytes = field(default_factory=lambda: secrets.token_bytes(16))

@@ -69,14 +69,20 @@ class Received:
     Attributes:
         ticket: where state and KV stand, and what was sampled.
         edges: what each edge cost. seconds: of the whole, and of plan and negotiate.
+        plan: who sent what; behind a sidecar it is worked out when it is looked at.
     """
 
     ticket: Ticket
     edges: tuple[EdgeStats, ...]
     seconds: dict[str, float]
-    plan: Plan
+    _plan: Callable[[], Plan]
     _release: Callable[[], None]
     _released: bool = field(default=False)
+
+    @property
+    def plan(self) -> Plan:
+        """See the class."""
+        return self._plan()
 
     def release(self) -> None:
         """The engine has freed the pages. Idempotent."""
@@ -172,7 +178,8 @@ class Fetch:
             self._cancel.check()
             self._seconds["total"] = time.perf_counter() - self._started_s
             self._result = Received(
-                ticket=self.ticket, edges=tuple(self._stats), seconds=self._seconds, plan=plan, _release=self._release
+                ticket=self.ticket, edges=tuple(self._stats), seconds=self._seconds, _plan=lambda: plan,
+                _release=self._release,
             )  # fmt: skip
             self.ledger.fire(self.hold, Event.VERIFIED)
             self.agent.fetched["fetched"] += 1

@@ -85,6 +85,10 @@ class Memory:
         with self._lock:
             return dict(self._arenas)
 
+    def forget(self) -> None:
+        """Let go of the engine's memory, once its agent has closed: whoever still knows us keeps none of it mapped."""
+        self.regions, self.buffers, self._arenas = {}, Buffers(()), {}
+
     def check_integrity(self) -> None:
         """Prove that ledger and arenas lost nothing; raises InternalError."""
         self.ledger.check_integrity()

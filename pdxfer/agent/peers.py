@@ -118,19 +118,23 @@ class Peers:
                 self._clients[address] = _client(address, *self._trusted)
             return self._clients[address]
 
-    def _introduce(self, address: str, deadline_s: float) -> Peer:
-        client = self.client(address)
+    def _introduce(self, address: str, deadline_s: float, *, again: bool = True) -> Peer:
         with self._lock:
-            known = self._peers.get(address)
+            known, met = self._peers.get(address), address in self._clients
+        client = self.client(address)
         digest = known.description.layout_digest if known else ""
         try:
             found = client.describe(self._hello(digest), timeout_s=_time_left(deadline_s, self.call_s))
         except PeerError as error:
             if error.reason == "PEER_UNREACHABLE":
                 self.drop(address, client)
+                if met and again:  # it may be waiting to try again while the peer is long back
+                    return self._introduce(address, deadline_s, again=False)
             raise
         except (AbortedError, MisuseError) as error:
             if error.reason == "CLIENT_CLOSED":  # under us: another call has just found out
+                if again:
+                    return self._introduce(address, deadline_s, again=False)
                 raise PeerError(f"{address} can't be reached", reason="PEER_UNREACHABLE") from error
             raise
         if found.protocol_version != PROTOCOL_VERSION:

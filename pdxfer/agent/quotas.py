@@ -50,7 +50,7 @@ class Usage:
     """What is open now, by peer and tenant. Not thread-safe: its owner has a lock."""
 
     def __init__(self, quotas: Quotas) -> None:
-        self._quotas = quotas
+        self.quotas = quotas
         self._open: dict[Hashable, dict[Hashable, int]] = {}
         self._owners: dict[Hashable, Owners] = {}
         self._transfers: Counter[tuple[str, str]] = Counter()
@@ -62,7 +62,7 @@ class Usage:
         more = nbytes - readers.get(reader, 0)
         for kind, name in owners:
             open_now, bytes_now = self._transfers[kind, name] + (not readers), self._bytes[kind, name] + more
-            most, most_bytes = getattr(self._quotas, f"{kind}_transfers"), getattr(self._quotas, f"{kind}_bytes")
+            most, most_bytes = getattr(self.quotas, f"{kind}_transfers"), getattr(self.quotas, f"{kind}_bytes")
             if open_now > most or bytes_now > most_bytes:
                 raise _over(
                     f"this {kind} has {open_now - (not readers)} transfers of {bytes_now - more} B open here; "

@@ -83,7 +83,8 @@ class Agent(ControlHandler):
     def __init__(self, config: AgentConfig, incarnation: Incarnation | None = None) -> None:
         self.config = config
         self.epoch = (incarnation or Incarnation()).epoch
-        self._keys = TicketKeys((incarnation.key,)) if incarnation else TicketKeys.create(config.ticket_keys)
+        given = (incarnation.key,) if incarnation and not config.ticket_keys else ()
+        self._keys = TicketKeys(given) if given else TicketKeys.create(config.ticket_keys)
         self._rates = CallRates(config.quotas)
         self.draining = False
         self.siblings: dict[int, str] = {}
@@ -197,9 +198,10 @@ class Agent(ControlHandler):
     def reconfigure(self, config: AgentConfig) -> None:
         """Take over what may change while we run (``RELOADABLE``), for transfers from now on; ignores the rest."""
         self.config = replace(self.config, **{name: getattr(config, name) for name in RELOADABLE})
-        self.peers.call_s = self.config.call_s
+        self.peers.call_s, self._rates = self.config.call_s, CallRates(self.config.quotas)
         if self._memory is not None:
             self._memory.config = self.source.config = self.config
+            self.source.usage.quotas = self.config.quotas
 
     def drain(self) -> None:
         """Take nothing new: health says NOT_SERVING, offers and fetches are refused. What is underway goes on."""

@@ -100,7 +100,7 @@ class Source:
         self.memory, self.config, self.epoch, self.journal = memory, memory.config, epoch, journal
         self.counters: Counter[str] = Counter()
         self.keys = keys
-        self._usage = Usage(memory.config.quotas)
+        self.usage = Usage(memory.config.quotas)
         self._records: OrderedDict[tuple[bool, str], _Record] = OrderedDict()
         self._by_session: dict[bytes, _Record] = {}
         self._quarantined: list[_Record] = []
@@ -241,7 +241,7 @@ class Source:
             replaced = record.offer.open(time.monotonic(), message.target_rank, readers, served.session)
             record.reader = message.target_worker
             if not message.relay:
-                self._usage.take(*share, owners)
+                self.usage.take(*share, owners)
             record.sessions[served.session] = served
             record.session_names.append(served.session)
             self._by_session[served.session] = record
@@ -267,7 +267,7 @@ class Source:
 
     def _check_quota(self, record: _Record, reader: int, nbytes: int, owners: Owners) -> None:
         try:
-            self._usage.check(record, reader, nbytes, owners)
+            self.usage.check(record, reader, nbytes, owners)
         except ExhaustedError:
             self.counters["quota_transfers"] += 1
             raise
@@ -535,7 +535,7 @@ class Source:
         with self._lock:
             if self._records.get(key) is record:
                 self._records.move_to_end(key)
-            self._usage.give_back(record)
+            self.usage.give_back(record)
         outcome = record.offer.ended.split()[0].rstrip(":")
         self.counters[f"{kind}_{outcome}"] += 1
         self.journal.end(record.timeline, outcome, why=record.offer.ended)

@@ -32,7 +32,13 @@ _VLLM_MODELS = ("deepseek-v3", "llama", "qwen3-next")
 
 # option -> the engine that alone has it
 _TRANSPORTS = ("auto", "shm", "tcp", "nixl", "ucx", "nccl")
-_ONLY = {"every": "transformers", "prompt_tokens": "transformers", "transport": "transformers", "python": "vllm"}
+_ONLY = {
+    "every": "transformers",
+    "sidecar": "transformers",
+    "prompt_tokens": "transformers",
+    "transport": "transformers",
+    "python": "vllm",
+}
 
 
 @click.command()
@@ -70,6 +76,7 @@ _ONLY = {"every": "transformers", "prompt_tokens": "transformers", "transport": 
 )
 @click.option("--python", metavar="INTERPRETER", show_default="this one", help="A Python with vLLM and pdxfer.")
 @click.option("--all", "every", is_flag=True, help="Every model; TP 4 to 2, 2 to 4, 3 to 2 and 1 to 4. Not for vLLM.")
+@click.option("--sidecar", is_flag=True, help="Agents in a daemon per worker, not in the ranks. Not for vLLM.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_context
 def demo(ctx: click.Context, /, engine: str, every: bool, as_json: bool, **chosen: Any) -> int:
@@ -85,7 +92,7 @@ def demo(ctx: click.Context, /, engine: str, every: bool, as_json: bool, **chose
     for name in given:
         if _ONLY.get(name, engine) != engine:
             raise MisuseError(f"{_flag(name)} is for --engine {_ONLY[name]}", hint=f"leave it out with {engine}")
-    values = {name: value for name, value in chosen.items() if value is not None}
+    values = {name: value for name, value in chosen.items() if value is not None and (name != "sidecar" or value)}
     if engine == "vllm":
         return _demo_vllm(values, as_json)
     return _demo_transformers(

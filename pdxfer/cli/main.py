@@ -30,8 +30,10 @@ __all__ = ["COMMANDS", "CommandTable", "cli", "completion", "main", "version"]
 
 # name -> (where the click command is, one line of help)
 COMMANDS: dict[str, tuple[str, str]] = {
+    "agent": ("pdxfer.cli.agent:agent", "Run the sidecar daemon that engines attach to."),
     "bench": ("pdxfer.bench.cli:bench", "Measure hand-offs, links and plans against this machine's own ceilings."),
     "completion": ("pdxfer.cli.main:completion", "Print the completion script of a shell."),
+    "config": ("pdxfer.cli.config:config", "Check, show, describe or begin the daemon's config."),
     "demo": ("pdxfer.cli.demo:demo", "Move one request between two real hybrid-model workers and compare every byte."),
     "doctor": ("pdxfer.cli.doctor:doctor", "Look at everything that may go wrong, with a fix for each fault."),
     "drain": ("pdxfer.cli.operate:drain", "Have a running agent take nothing new, and wait for the rest."),
@@ -49,7 +51,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 
 # module that an optional command may miss -> the extra that brings it
-EXTRAS = {"aiohttp": "proxy", "matplotlib": "bench", "torch": "hf", "transformers": "hf"}
+EXTRAS = {"aiohttp": "proxy", "matplotlib": "bench", "torch": "hf", "transformers": "hf", "yaml": "yaml"}
 
 
 @dataclass(slots=True)

@@ -6,7 +6,8 @@ field of ``AgentConfig`` may be set by its name. This file imports no vLLM.
 ===================  ====================================================================================
 key                  meaning (default)
 ===================  ====================================================================================
-mode                 ``embedded``: an agent in every rank's process (the only one so far)
+mode                 ``embedded``: an agent in every rank's process; ``sidecar``: at a daemon (embedded)
+sidecar              path of the daemon's socket; what else is an agent's is then the daemon's to set
 worker               name of this worker among its peers (the engine id)
 control, listen      addresses to bind; rank r of a fixed port p binds p + r (private Unix sockets)
 timeout_s            bound of one fetch, from its start to READY (60)
@@ -61,21 +62,26 @@ class Settings:
     accept_state_dtypes: tuple[str, ...] = ()
     allow_untested: bool = False
     admin: str = ""
+    sidecar: str = ""
     agent: AgentConfig
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any], engine_id: str) -> Settings:
         """Read ``kv_connector_extra_config``; raises MisuseError that names the key and what it may be."""
-        own = {"admin", "mode", "worker", "timeout_s", "accept_state_dtypes", "allow_untested"}
+        own = {"admin", "mode", "sidecar", "worker", "timeout_s", "accept_state_dtypes", "allow_untested"}
         of_agent = {field.name for field in fields(AgentConfig)} - {"worker", "rank", "mode"} | {"transfer_mode"}
         for key in extra:
             if key not in own | of_agent:
                 close = difflib.get_close_matches(key, sorted(own | of_agent), n=1)
                 hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(sorted(own | of_agent))}"
                 raise MisuseError(f"kv_connector_extra_config has no key {key!r}", hint=hint)
-        mode = extra.get("mode", "embedded")
-        if mode != "embedded":
-            raise MisuseError(f"mode {mode!r} is not there; 'embedded' is")
+        mode, sidecar = extra.get("mode", "embedded"), _typed(extra, "sidecar", str, "")
+        if mode not in ("embedded", "sidecar"):
+            raise MisuseError(f"mode {mode!r} is not there; 'embedded' and 'sidecar' are")
+        if (mode == "sidecar") != bool(sidecar):
+            raise MisuseError("mode 'sidecar' and 'sidecar', the path of the daemon's socket, go together")
+        if sidecar and (theirs := sorted((of_agent | {"admin"}) & set(extra))):
+            raise MisuseError(f"{theirs[0]!r} is the sidecar's to set", hint="in the config of its pdxfer agent")
         worker = _typed(extra, "worker", str, engine_id)
         timeout_s = float(_typed(extra, "timeout_s", (int, float), 60.0))
         if not 0 < timeout_s < float("inf"):
@@ -93,6 +99,7 @@ class Settings:
             accept_state_dtypes=tuple(_typed(extra, "accept_state_dtypes", (list, tuple), ())),
             allow_untested=_typed(extra, "allow_untested", bool, False),
             admin=_typed(extra, "admin", str, ""),
+            sidecar=sidecar,
             agent=agent,
         )
 

@@ -1,11 +1,11 @@
-"""Worker: the half of the vLLM connector in every rank's process: an agent beside the rank, driven by ``Step`` orders.
+"""Worker: the half of the vLLM connector in every rank's process: the rank's agent, driven by ``Step`` orders.
 
 In come the registered cache tensors and one ``Step`` per engine step; out come which requests were sent, received
 or failed. Nothing here waits for a peer: fetches run in the agent's threads, and the forward loop only polls them.
 
 ::
 
-    register   tensors ─read_layout─▶ RankLayout ─all ranks' (gloo)─▶ Layout ─▶ Agent(attach, start)
+    register   tensors ─read_layout─▶ RankLayout ─all ranks' (gloo)─▶ Layout ─▶ agent (attach, start)
     a step     withdraw, cancel, decline, keep ─▶ loads start ─▶ (forward pass) ─▶ offers ─▶ results
 """
 
@@ -19,9 +19,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from pdxfer.agent import Agent
+from pdxfer.agent import Agent, SidecarAgent, create_agent
 from pdxfer.agent.config import shifted
-from pdxfer.agent.service import host_name
 from pdxfer.connectors.vllm_settings import Settings
 from pdxfer.connectors.vllm_stats import PdxferStats
 from pdxfer.connectors.vllm_step import BlockIds, Load, Offer, Step
@@ -36,7 +35,7 @@ from pdxfer.ticket import RankIssuer
 if TYPE_CHECKING:
     import torch
 
-    from pdxfer.agent.fetch import Fetch
+    from pdxfer.agent import Fetch, SidecarFetch
 
 __all__ = ["Gather", "Ranks", "Watch", "WorkerSide"]
 
@@ -75,7 +74,7 @@ class _Loading:
     """A load; ``fetch`` is None when it could not even start."""
 
     load: Load
-    fetch: Fetch | None
+    fetch: Fetch | SidecarFetch | None
     cancelled: bool = False
 
     def over(self) -> bool:
@@ -88,7 +87,7 @@ class WorkerSide:
 
     def __init__(self, settings: Settings, ranks: Ranks, spec: CacheSpec, watch: Watch) -> None:
         self._settings, self._ranks, self.spec, self._watch = settings, ranks, spec, watch
-        self._agent: Agent | None = None
+        self._agent: Agent | SidecarAgent | None = None
         self._observed = ExitStack()
         self._layout = Layout(spec=spec, ranks=(RankLayout(rank=0, regions=(), holdings=()),))
         self._storages: list[torch.Tensor] = []
@@ -108,14 +107,15 @@ class WorkerSide:
             tensors: this rank's layout. storages: the memory itself as bytes, by the names in ``tensors.storages``.
         """
         self.shutdown()
-        layout = self._worker_layout(tensors.rank)
-        agent = Agent(self._settings.agent_config(self._ranks.rank))
+        agent = create_agent(self._settings.agent_config(self._ranks.rank), self._settings.sidecar)
         observed = ExitStack()
         try:
+            layout = self._worker_layout(agent.host, tensors.rank)
             self._layout, self._storages = layout, [storages[name] for name in tensors.storages]
             agent.attach(layout, self._storages)
             agent.start()
-            self._observe(agent, observed)
+            if isinstance(agent, Agent):
+                self._observe(agent, observed)
             addresses = [data.decode() for data in self._ranks.gather(agent.address.encode())]
         except BaseException:
             observed.close()
@@ -137,15 +137,15 @@ class WorkerSide:
         served = observed.enter_context(Admin(observer, shifted(admin, self._ranks.rank)))
         _log.info("rank %d shows itself at %s", self._ranks.rank, served.url)
 
-    def _worker_layout(self, mine: RankLayout) -> Layout:
+    def _worker_layout(self, host: str, mine: RankLayout) -> Layout:
         """Put all ranks' own layouts together; ranks that share a machine get the same host number."""
-        said = [json.loads(data) for data in self._ranks.gather(json.dumps([host_name(), mine.to_json()]).encode())]
+        said = [json.loads(data) for data in self._ranks.gather(json.dumps([host, mine.to_json()]).encode())]
         hosts = list(dict.fromkeys(host for host, _ in said))
         ranks = (replace(RankLayout.from_json(rank), host=hosts.index(host)) for host, rank in said)
         return Layout(spec=self.spec, ranks=tuple(ranks))
 
     @property
-    def agent(self) -> Agent:
+    def agent(self) -> Agent | SidecarAgent:
         """The agent; there from ``register`` on."""
         assert self._agent is not None, "vLLM registers its caches before it runs a step"
         return self._agent
@@ -192,7 +192,7 @@ class WorkerSide:
         except PdxferError as error:
             _log.warning("%s", error)
 
-    def _fetch(self, load: Load) -> Fetch | None:
+    def _fetch(self, load: Load) -> Fetch | SidecarFetch | None:
         if load.error:
             self._failed(load, load.error.partition(":")[0], load.error)
             return None

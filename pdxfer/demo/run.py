@@ -13,7 +13,7 @@ import multiprocessing
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from multiprocessing.connection import wait
@@ -23,13 +23,15 @@ import numpy as np
 
 from pdxfer.demo.models import variant
 from pdxfer.demo.outcome import Held, Outcome, compare_states, kinds, timing
-from pdxfer.demo.worker import PRELOAD, ROUNDS, Job, Link, array_from, rank_main
+from pdxfer.demo.worker import PATIENCE_S, PRELOAD, ROUNDS, Job, Link, array_from, rank_main
 from pdxfer.errors import DeadlineError, MisuseError, PdxferError, PeerError
 from pdxfer.spec import CacheSpec
 from pdxfer.ticket import Ticket
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerProcess
+
+    from pdxfer.agent.spawn import DaemonProcess
 
 __all__ = ["ALL_PAIRS", "Options", "run_demo"]
 
@@ -42,7 +44,10 @@ _SIGNAL_SEEN_S = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """One run. ``transport`` is a scheme; ``steps`` tokens follow the first; no wait is longer than ``timeout_s``."""
+    """One run. ``transport`` is a scheme; ``steps`` tokens follow the first; no wait is longer than ``timeout_s``.
+
+    With ``sidecar`` each worker's agents live in a daemon's process, not in its ranks'.
+    """
 
     model: str = "qwen3-next"
     prefill_tp: int = 4
@@ -54,6 +59,7 @@ class Options:
     steps: int = 8
     seed: int = 0
     timeout_s: float = 120.0
+    sidecar: bool = False
 
     def __post_init__(self) -> None:
         sizes = ("prefill_tp", "decode_tp", "prompt_tokens", "prefill_page_tokens", "decode_page_tokens", "steps")
@@ -132,8 +138,11 @@ def _started(options: Options) -> Iterator[tuple[_Group, _Group, _Group]]:
         processes.extend(group)
         return _Group(group, options.timeout_s)
 
-    with tempfile.TemporaryDirectory(prefix="pdxfer-demo-") as directory:
+    with tempfile.TemporaryDirectory(prefix="pdxfer-demo-") as directory, ExitStack() as daemons:
         try:
+            if options.sidecar:
+                for role in ("prefill", "decode"):
+                    daemons.enter_context(_daemon(options, role, directory))
             yield (
                 start("prefill", options.prefill_tp, options.prefill_page_tokens),
                 start("decode", options.decode_tp, options.decode_page_tokens),
@@ -171,7 +180,22 @@ def _job(options: Options, role: str, rank: int, tp: int, page_tokens: int, dire
         transports=(options.transport,),
         directory=directory,
         timeout_s=options.timeout_s,
+        sidecar=_socket(directory, role) if options.sidecar and role != "reference" else "",
     )
+
+
+def _socket(directory: str, role: str) -> str:
+    return f"{directory}/{role}/agent.sock"
+
+
+def _daemon(options: Options, role: str, directory: str) -> DaemonProcess:
+    """The daemon of one worker; as patient as embedded agents, see ``worker.py``."""
+    from pdxfer.agent.spawn import DaemonProcess
+
+    agent = {"transports": (options.transport,), "call_s": PATIENCE_S, "stall_s": PATIENCE_S}
+    settings = {"worker": role, "drain_s": 0, "log_level": "warning"}
+    settings |= {f"agent.{key}": value for key, value in agent.items()}
+    return DaemonProcess(_socket(directory, role), settings)
 
 
 def run_demo(options: Options, progress: Callable[[str], None] = lambda _: None) -> Outcome:

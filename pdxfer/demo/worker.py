@@ -39,14 +39,17 @@ if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from pdxfer.agent import Agent, Received
+    from pdxfer.agent import Agent, Received, SidecarAgent
     from pdxfer.connectors.hf import PagedCaches, PageTables
     from pdxfer.layout import Layout
 
-__all__ = ["PRELOAD", "ROUNDS", "Job", "Link", "array_from", "array_to", "rank_main"]
+__all__ = ["PATIENCE_S", "PRELOAD", "ROUNDS", "Job", "Link", "array_from", "array_to", "rank_main"]
 
 #: Hand-offs of the same request: the first finds the peers, later ones show what every request costs.
 ROUNDS = 2
+
+#: Agents are patient: there are more ranks than cores here, and all of them load torch.
+PATIENCE_S = 30.0
 
 #: What every process of the demo needs and what takes seconds to import; nothing here starts a thread.
 PRELOAD = (
@@ -71,7 +74,7 @@ class Job:
         steps: tokens to generate after the one that prefill samples.
         transports: data transports of its agent, best first.
         directory: where sockets and the meeting point of gloo lie; the parent removes it.
-        timeout_s: bound of each wait.
+        timeout_s: bound of each wait. sidecar: socket of the daemon that its agent lives in; "" is its own process.
     """
 
     role: str
@@ -86,6 +89,7 @@ class Job:
     transports: tuple[str, ...]
     directory: str
     timeout_s: float
+    sidecar: str = ""
 
     @property
     def name(self) -> str:
@@ -250,13 +254,14 @@ def _layout(job: Job, config: PretrainedConfig) -> Layout:
     return layout_for_model(config, job.tp, storage, "per_request")
 
 
-def _start_agent(job: Job, layout: Layout) -> tuple[Agent, PagedCaches]:
-    from pdxfer.agent import Agent, AgentConfig
+def _start_agent(job: Job, layout: Layout) -> tuple[Agent | SidecarAgent, PagedCaches]:
+    from pdxfer.agent import AgentConfig, create_agent
     from pdxfer.connectors.hf import PagedCaches
 
-    # Patient: there are more ranks than cores here, and all of them load torch.
-    config = AgentConfig(worker=job.role, rank=job.rank, transports=job.transports, call_s=30.0, stall_s=30.0)
-    agent = Agent(config)
+    config = AgentConfig(
+        worker=job.role, rank=job.rank, transports=job.transports, call_s=PATIENCE_S, stall_s=PATIENCE_S
+    )
+    agent = create_agent(config, job.sidecar)
     regions = agent.allocate(layout.ranks[job.rank])
     agent.attach(layout, regions)
     agent.start()
@@ -316,7 +321,7 @@ def _prefill(job: Job, link: Link) -> None:
 
 
 def hand_over(
-    agent: Agent, transfer: str, tables: PageTables, tokens: int, sampled: int
+    agent: Agent | SidecarAgent, transfer: str, tables: PageTables, tokens: int, sampled: int
 ) -> tuple[str, Callable[[float], str]]:
     """Offer a prefilled request. Its pages are not to be touched before the offer has ended.
 
@@ -365,7 +370,9 @@ def _decode(job: Job, link: Link) -> None:
         link.send("ended")
 
 
-def take_over(agent: Agent, paged: PagedCaches, ticket: str, tokens: int, job: Job) -> tuple[PageTables, Received]:
+def take_over(
+    agent: Agent | SidecarAgent, paged: PagedCaches, ticket: str, tokens: int, job: Job
+) -> tuple[PageTables, Received]:
     """Fetch a request into pages of our own; returns once every rank of this worker has its share.
 
     A request runs on all ranks or on none. Here a rank that fails tells the parent, which ends the others; a server's
@@ -385,7 +392,7 @@ def _wait_for_all(job: Job) -> None:
         dist.barrier()
 
 
-def _figures(agent: Agent, received: Received) -> dict[str, Any]:
+def _figures(agent: Agent | SidecarAgent, received: Received) -> dict[str, Any]:
     """What the fetch cost, as plain values."""
     edges = [
         {
@@ -405,7 +412,7 @@ def _figures(agent: Agent, received: Received) -> dict[str, Any]:
     return {"edges": edges, "seconds": dict(received.seconds)}
 
 
-def _carried(agent: Agent, received: Received, ends: tuple[int, int, bool]) -> list[list[str]]:
+def _carried(agent: Agent | SidecarAgent, received: Received, ends: tuple[int, int, bool]) -> list[list[str]]:
     """Names of the components in each message of an edge."""
     from pdxfer.packing import EdgeProgram, RequestShape
     from pdxfer.plan import Edge
@@ -416,7 +423,7 @@ def _carried(agent: Agent, received: Received, ends: tuple[int, int, bool]) -> l
     return [sorted({program.items[s.item].component for s in chunk.segments}) for chunk in program.chunks]
 
 
-def _check_idle(agent: Agent, paged: PagedCaches) -> None:
+def _check_idle(agent: Agent | SidecarAgent, paged: PagedCaches) -> None:
     """Nothing may be lost or left held once the request is over."""
     agent.check_integrity()
     paged.check_integrity()

@@ -100,9 +100,20 @@ class ShmTransport(Transport):
 
     def allocate(self, nbytes: int, name: str = "") -> Region:
         """Return a sealed memfd, backed and mapped."""
+        return self._share(nbytes, name, -1)
+
+    def adopt(self, fd: int, nbytes: int, name: str = "") -> Region:
+        """The same over a sealed memfd that another process of ours made, which we may write; ``fd`` is copied.
+
+        Raises:
+            TransportError: not a memfd, a seal is missing, or its size is not ``nbytes``.
+        """
+        return self._share(nbytes, name, fd)
+
+    def _share(self, nbytes: int, name: str, fd: int) -> Region:
         self._check_usable()
         descriptor = self._describe(check_nbytes(nbytes, f"region {name!r}"), name)
-        region = SharedRegion(descriptor=descriptor, on_close=self._disown)
+        region = SharedRegion(descriptor=descriptor, on_close=self._disown, fd=fd)
         start = _address_of(region.view)
         with self._owned_lock:
             bisect.insort(self._starts, start)

@@ -93,10 +93,14 @@ class ShmRegion(Region):
 
 
 class SharedRegion(ShmRegion):
-    """A memfd of ours, mapped here."""
+    """A memfd mapped here: one of ours, or an engine's (``fd``, which is copied)."""
 
-    def __init__(self, *, descriptor: RegionDescriptor, on_close: Callable[[Region], None]) -> None:
-        self._fd, view = create_memfd(descriptor.nbytes, descriptor.name)
+    def __init__(self, *, descriptor: RegionDescriptor, on_close: Callable[[Region], None], fd: int = -1) -> None:
+        if fd < 0:
+            self._fd, view = create_memfd(descriptor.nbytes, descriptor.name)
+        else:
+            view = map_memfd(fd, descriptor.nbytes, writable=True)
+            self._fd = os.dup(fd)
         super().__init__(view=view, descriptor=descriptor, on_close=on_close)
 
     def lend(self, channel: ShmChannel) -> int:

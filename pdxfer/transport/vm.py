@@ -43,8 +43,11 @@ _libc = ctypes.CDLL(None, use_errno=True)
 # -- memfd ---------------------------------------------------------------------------------------
 
 
-def create_memfd(nbytes: int, name: str) -> tuple[int, memoryview]:
+def create_memfd(nbytes: int, name: str, *, backed: bool = True) -> tuple[int, memoryview]:
     """Return a sealed, fully backed memfd (close-on-exec) and a writable mapping of it.
+
+    Args:
+        backed: False takes memory only where something is written, for a region that is mostly not used.
 
     The three seals: no peer can be hurt by truncation (SIGBUS), none can grow it, and none can add F_SEAL_WRITE.
 
@@ -57,32 +60,34 @@ def create_memfd(nbytes: int, name: str) -> tuple[int, memoryview]:
         raise ExhaustedError(f"no memfd for region {name!r}: {error.strerror}") from error
     try:
         # Backed now, so that a full system is an error here and not a SIGBUS later.
-        os.posix_fallocate(fd, 0, nbytes)
+        (os.posix_fallocate(fd, 0, nbytes) if backed else os.ftruncate(fd, nbytes))
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-        mapping = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        mapping = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | (mmap.MAP_POPULATE if backed else 0))
     except (OSError, ValueError, OverflowError) as error:
         os.close(fd)
         raise ExhaustedError(f"no memory for region {name!r} of {nbytes} bytes: {error}") from error
     return fd, memoryview(mapping)
 
 
-def map_memfd(fd: int, nbytes: int) -> memoryview:
-    """Map a peer's memfd read-only. The caller still owns ``fd``.
+def map_memfd(fd: int, nbytes: int, *, writable: bool = False) -> memoryview:
+    """Map a peer's memfd, read-only unless it is our own engine's. The caller still owns ``fd``.
 
     Raises:
         TransportError: not a memfd, a seal is missing, or its size is not ``nbytes``; nothing was mapped.
     """
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-        actual = os.fstat(fd).st_size
+        found = os.fstat(fd)
     except OSError as error:
         raise TransportError(f"the peer sent a file that is not shared memory: {error.strerror}") from error
     if seals & _SEALS != _SEALS:
         raise TransportError("the peer sent shared memory without the seals that keep its size")
-    if actual != nbytes:
-        raise TransportError(f"the peer sent shared memory of {actual} bytes and said {nbytes}")
+    if found.st_size != nbytes:
+        raise TransportError(f"the peer sent shared memory of {found.st_size} bytes and said {nbytes}")
+    prot = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
+    backed = writable and found.st_blocks * 512 >= nbytes  # there is nothing to take, only page tables to fill
     try:
-        return memoryview(mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ))
+        return memoryview(mmap.mmap(fd, nbytes, mmap.MAP_SHARED | (mmap.MAP_POPULATE if backed else 0), prot))
     except (OSError, ValueError, OverflowError) as error:
         raise TransportError(f"the peer's shared memory of {nbytes} bytes can't be mapped: {error}") from error
 

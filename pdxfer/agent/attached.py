@@ -1,0 +1,300 @@
+"""Attached: one connection to a daemon: an engine's rank with its agent, or somebody who only asks.
+
+In come frames, in order; out go answers, and events from the agent's threads. What a request may be is a ``do_`` method
+here; ``client.py`` is the other end, ``daemon.py`` knows all of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from pdxfer.agent.config import Incarnation
+from pdxfer.agent.fetch import Fetch, Received
+from pdxfer.agent.frames import FRAMES_VERSION, Pipe, error_to
+from pdxfer.agent.service import Agent, host_name
+from pdxfer.agent.sidecar_fetch import edge_to
+from pdxfer.errors import AbortedError, MisuseError, PdxferError, PeerError
+from pdxfer.layout import Layout
+from pdxfer.transport.shm import ShmTransport
+from pdxfer.transport.vm import map_memfd
+
+if TYPE_CHECKING:
+    from pdxfer.agent.daemon import Daemon
+
+__all__ = ["Attached"]
+
+_REGIONS_MAX = 4096
+_TICK_S = 0.1
+_FENCE_S = 120.0
+_log = logging.getLogger("pdxfer.daemon")
+
+
+class Attached(threading.Thread):
+    """One connection: reads requests, runs them in order, answers. Events come from the agent's threads."""
+
+    def __init__(self, daemon: Daemon, pipe: Pipe) -> None:
+        super().__init__(name="pdxfer-daemon-engine", daemon=True)
+        self._owner, self.pipe = daemon, pipe
+        self._rank = 0
+        self._agent: Agent | None = None
+        self._regions: list[tuple[int, int, str]] = []
+        self._fetches: dict[int, Fetch] = {}
+        self._received: dict[int, Received] = {}
+        self._unsettled: dict[int, Fetch] = {}
+        self._fences: dict[str, tuple[threading.Event, list[str]]] = {}
+        self._gone = threading.Event()
+
+    def run(self) -> None:
+        """Serve it until it is gone, then end all that it held."""
+        try:
+            while not self._gone.is_set():
+                if (frame := self.pipe.receive(_TICK_S)) is not None:
+                    self._answer(*frame)
+                self._tell_settled()
+        except PeerError as error:
+            _log.log(logging.INFO if error.reason == "SIDECAR_LOST" else logging.ERROR, "an engine is gone: %s", error)
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        self._gone.set()
+        for passed, _ in list(self._fences.values()):
+            passed.set()
+        agent, self._agent = self._agent, None
+        self._close_regions()
+        if agent is not None:
+            agent.close()
+            self._fetches, self._received, self._unsettled = {}, {}, {}
+            _log.info("rank %d is detached", self._rank)
+        self.pipe.close()  # the engine may use its pages from here on
+        self._owner.give_up(self, self._rank, agent)
+        if agent is not None:
+            with suppress(MisuseError):  # it may have ended before there was any
+                agent.memory.forget()
+            self._owner.tidy_soon()
+
+    def _close_regions(self) -> None:
+        for fd, _, _ in self._regions:
+            os.close(fd)
+        self._regions = []
+
+    # -- requests ------------------------------------------------------------------------------------
+
+    def _answer(self, number: int, name: str, values: Any, fds: list[int]) -> None:
+        try:
+            call = _REQUESTS.get(name)
+            if call is None or not isinstance(values, dict) or any(type(key) is not str for key in values):
+                raise MisuseError(f"the sidecar knows no request {name!r}", hint="compare the two versions of pdxfer")
+            if name == "region":
+                values["fds"] = fds
+            answer = call(self, **values)
+        except Exception as error:  # noqa: BLE001 - the engine is told, and our log has the rest
+            if not isinstance(error, PdxferError):
+                _log.exception("request %s failed", name)
+            if isinstance(error, TypeError):
+                error = MisuseError(f"request {name!r} has wrong arguments: {error}")
+            if number:
+                self.pipe.send(number, "error", error_to(error))
+            return
+        finally:
+            for fd in fds:
+                os.close(fd)
+        if number:
+            self.pipe.send(number, "ok", answer)
+
+    @property
+    def agent(self) -> Agent:
+        """Our agent; raises MisuseError before ``attach``."""
+        if self._agent is None:
+            raise MisuseError("this engine has attached no rank")
+        return self._agent
+
+    def do_hello(self, version: int) -> dict[str, Any]:
+        """The greeting."""
+        if version != FRAMES_VERSION:
+            what = f"the engine's pdxfer speaks sidecar protocol {version}, this one {FRAMES_VERSION}"
+            raise MisuseError(what, reason="PROTOCOL_VERSION", hint="run one version on both sides")
+        return {"version": FRAMES_VERSION, "host": host_name()}
+
+    def do_region(self, fds: list[int], nbytes: int, name: str) -> None:
+        """Memory of the rank that is about to attach."""
+        if self._agent is not None or len(self._regions) >= _REGIONS_MAX or len(fds) != 1:
+            raise MisuseError("a region comes with its file, before attach")
+        self._regions.append((os.dup(fds[0]), nbytes, name))
+
+    def do_attach(self, rank: int, worker: str, layout: bytes, epoch: bytes, key: bytes) -> dict[str, Any]:
+        """Make the rank's agent over the regions that came."""
+        if self._agent is not None:
+            raise MisuseError("this engine has attached already")
+        if self._owner.draining:
+            raise PeerError("this sidecar drains: it takes nothing new", reason="DRAINING")
+        config = self._owner.config.of_rank(rank, worker)
+        agent = Agent(config, Incarnation(epoch=epoch, key=key))
+        try:
+            self._owner.take(rank, agent)
+            self._rank, self._agent = rank, agent
+            regions = [_adopt(agent, *region) for region in self._regions]
+            agent.attach(Layout.from_bytes(layout), regions)
+            agent.start()
+        except BaseException:
+            agent.close()
+            self._agent = None
+            self._owner.give_up(self, rank, agent)
+            raise
+        finally:
+            self._close_regions()
+        self._owner.taken(agent)
+        _log.info("rank %d of %s is attached by process %d", rank, config.worker, self.pipe.process_id)
+        issuer = agent.issuer
+        return {
+            "address": issuer.address,
+            "keys": issuer.keys.active(),
+            "key_file": issuer.keys.path,
+            "config": {
+                "worker": config.worker,
+                "hold_max_s": config.hold_max_s,
+                "arena_bytes": config.arena_bytes,
+                "chunk_bytes": config.chunk_bytes,
+            },
+        }
+
+    def do_offer(self, transfer: str, tables: Mapping[str, Any], fence: bool, **facts: Any) -> str:
+        """See ``Agent.offer``."""
+        wait = partial(self._fence, transfer) if fence else None
+        return self.agent.offer(transfer, tables, fence=wait, on_end=self._on_end, **facts).encode()
+
+    def do_withdraw(self, transfer: str) -> None:
+        """See ``Agent.withdraw``."""
+        self.agent.withdraw(transfer)
+
+    def do_keep(self, ticket: str) -> None:
+        """See ``Agent.keep``."""
+        self.agent.keep(ticket)
+
+    def do_decline(self, ticket: str, reason: str) -> None:
+        """See ``Agent.decline``."""
+        self.agent.decline(ticket, reason)
+
+    def do_siblings(self, addresses: dict[int, str]) -> None:
+        """Control addresses of the worker's other ranks."""
+        self.agent.siblings.clear()
+        self.agent.siblings.update(addresses)
+
+    def do_fetch(self, fetch: int, ticket: str, tables: Mapping[str, Any], **how: Any) -> None:
+        """Begin a fetch; ``fetched`` is told when it has ended."""
+        begun = threading.Event()
+
+        def on_done() -> None:
+            begun.wait()
+            self._fetched(fetch)
+
+        self._fetches[fetch] = self.agent.start_fetch(ticket, tables, on_done=on_done, **how)
+        begun.set()
+
+    def do_cancel(self, fetch: int, why: str) -> None:
+        """Give a fetch up."""
+        if (found := self._fetches.get(fetch)) is not None:
+            found.cancel(why)
+
+    def do_release(self, fetch: int) -> None:
+        """The engine has freed the pages."""
+        if (received := self._received.pop(fetch, None)) is not None:
+            received.release()
+
+    def do_fenced(self, transfer: str, error: str) -> None:
+        """The engine's fence has passed, or failed."""
+        if (waiting := self._fences.get(transfer)) is not None:
+            waiting[1].append(error)
+            waiting[0].set()
+
+    def do_counters(self) -> dict[str, int]:
+        """See ``Agent.counters``."""
+        return self.agent.counters
+
+    def do_check(self) -> dict[str, int]:
+        """Prove that nothing is lost; returns pages by state, and bytes of staging in use."""
+        self.agent.check_integrity()
+        memory = self.agent.memory
+        return {**memory.ledger.counts(), "staged_bytes": sum(a.used_bytes for a in memory.arenas().values())}
+
+    def do_layout(self, digest: str) -> bytes:
+        """The layout of a peer, for who wants to see the plan."""
+        found = self.agent.layouts.get(digest)
+        if found is None:
+            raise MisuseError(f"layout {digest} is unknown here")
+        return found.to_bytes()
+
+    def do_detach(self) -> None:
+        """End it all; the answer is the last thing but the socket's end."""
+        if self._agent is not None:
+            self._agent.close()
+        self._gone.set()
+
+    def do_drain(self) -> dict[str, Any]:
+        """See ``Daemon.drain``; asked again, it says what is still underway."""
+        self._owner.drain()
+        return self.do_status()
+
+    def do_status(self) -> dict[str, Any]:
+        """What the daemon does."""
+        ranks = sorted(self._owner.agents)
+        return {"draining": self._owner.draining, "underway": self._owner.underway(), "ranks": ranks}
+
+    # -- events, from the agent's threads --------------------------------------------------------------
+
+    def _say(self, name: str, **values: Any) -> None:
+        with suppress(PeerError):  # it is gone; its own thread sees to that
+            self.pipe.send(0, name, values)
+
+    def _on_end(self, transfer: str, outcome: str) -> None:
+        self._say("ended", transfer=transfer, outcome=outcome)
+
+    def _fence(self, transfer: str) -> None:
+        """In a peer's call: let the engine wait for its device."""
+        passed, errors = self._fences[transfer] = threading.Event(), list[str]()
+        try:
+            self._say("fence", transfer=transfer)
+            if not passed.wait(_FENCE_S) or not errors:
+                raise AbortedError("the engine did not pass its fence")
+            if errors[0]:
+                raise AbortedError(errors[0])
+        finally:
+            del self._fences[transfer]
+
+    def _fetched(self, number: int) -> None:
+        fetch = self._fetches.pop(number)
+        try:
+            received = self._received[number] = fetch.wait()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the engine must hear of it
+            self._owner.tidy_soon()
+            if not (settled := fetch.settle()):
+                self._unsettled[number] = fetch
+            self._say("fetched", fetch=number, error=error_to(error), settled=settled)
+            return
+        edges = [edge_to(edge) for edge in received.edges]
+        source = received.plan.source.digest
+        self._say("fetched", fetch=number, edges=edges, seconds=received.seconds, source=source)
+
+    def _tell_settled(self) -> None:
+        for number in [number for number, fetch in list(self._unsettled.items()) if fetch.settle()]:
+            del self._unsettled[number]
+            self._say("settled", fetch=number)
+
+
+_REQUESTS: dict[str, Callable[..., Any]] = {
+    name[3:]: call for name, call in vars(Attached).items() if name.startswith("do_")
+}
+
+
+def _adopt(agent: Agent, fd: int, nbytes: int, name: str) -> Any:
+    """An engine's memory as the transport wants it that lets peers read it, or mapped."""
+    for transport in agent.transports.values():
+        if isinstance(transport, ShmTransport):
+            return transport.adopt(fd, nbytes, name)
+    return map_memfd(fd, nbytes, writable=True)

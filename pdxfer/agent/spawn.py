@@ -1,0 +1,80 @@
+"""Spawn: a daemon in a process of its own, for demos, benches and tests: ready on entry, gone on exit."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from pdxfer.agent.frames import open_socket
+from pdxfer.errors import DeadlineError, PeerError
+
+__all__ = ["DaemonProcess"]
+
+_READY_S = 60.0
+_END_S = 30.0
+
+
+class DaemonProcess:
+    """``pdxfer agent`` at ``socket``; a context manager.
+
+    Args:
+        settings: by dotted key, as ``--set`` takes them (lists as lists, tables as dicts).
+
+    Raises:
+        PeerError: it ended at once. DeadlineError: it does not listen.
+    """
+
+    def __init__(self, socket: str, settings: Mapping[str, Any] | None = None) -> None:
+        self.socket = socket
+        self._command = [sys.executable, "-m", "pdxfer", "agent", "--socket", socket]
+        for key, value in {"admin": "", **(settings or {})}.items():
+            self._command += ["--set", f"{key}={_text(value)}"]
+        self.process = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(self._command)
+        until_s = time.monotonic() + _READY_S
+        while True:
+            try:
+                open_socket(self.socket).close()
+                return process
+            except PeerError as error:
+                if process.poll() is not None:
+                    raise PeerError(f"the daemon ended with {process.returncode} before it was ready") from error
+                if time.monotonic() > until_s:
+                    process.kill()
+                    process.wait()
+                    raise DeadlineError("the daemon was not ready in time") from error
+                time.sleep(0.02)
+
+    def restart(self, number: int = signal.SIGKILL) -> None:
+        """End it by this signal, unless it has ended, and start it again."""
+        if self.process.poll() is None:
+            self.stop(number)
+        self.process = self._start()
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """Send a signal and wait for the end; returns the exit code."""
+        self.process.send_signal(number)
+        return self.process.wait(_END_S)
+
+    def __enter__(self) -> DaemonProcess:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self.process.poll() is None:
+            try:
+                self.stop()
+            except subprocess.TimeoutExpired:
+                self.stop(signal.SIGKILL)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return ",".join(map(str, value))
+    return json.dumps(value) if isinstance(value, (dict, bool)) else str(value)

@@ -102,6 +102,10 @@ class AgentConfig:
         if not 1 <= self.window <= WINDOW_MESSAGES:
             raise MisuseError(f"window must be in [1, {WINDOW_MESSAGES}], which every channel has room for: {self}")
 
+    def reloaded(self, other: AgentConfig) -> AgentConfig:
+        """The same with the ``RELOADABLE`` fields of another."""
+        return replace(self, **{name: getattr(other, name) for name in RELOADABLE})
+
     def at_rank(self, rank: int, worker: str = "") -> AgentConfig:
         """The same for one rank of a worker: fixed ports move up by the rank."""
         return replace(

@@ -124,7 +124,7 @@ class Daemon:
     def reconfigure(self, config: DaemonConfig) -> None:
         """Take over what may change while we run: the log level, ``drain_s``, and ``RELOADABLE`` of every agent."""
         with self._changed:
-            agent = replace(config.agent, worker=self.config.agent.worker)
+            agent = self.config.agent.reloaded(config.agent)
             self.config = replace(self.config, drain_s=config.drain_s, log_level=config.log_level, agent=agent)
             agents = list(self.agents.values())
         logging.getLogger("pdxfer").setLevel(config.log_level.upper())

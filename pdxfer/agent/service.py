@@ -21,11 +21,10 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from pdxfer.agent.choice import preference
-from pdxfer.agent.config import RELOADABLE, AgentConfig, Incarnation
+from pdxfer.agent.config import AgentConfig, Incarnation
 from pdxfer.agent.fetch import Fetch, Received
 from pdxfer.agent.journal import Journal
 from pdxfer.agent.keeper import Keeper
@@ -197,7 +196,7 @@ class Agent(ControlHandler):
 
     def reconfigure(self, config: AgentConfig) -> None:
         """Take over what may change while we run (``RELOADABLE``), for transfers from now on; ignores the rest."""
-        self.config = replace(self.config, **{name: getattr(config, name) for name in RELOADABLE})
+        self.config = self.config.reloaded(config)
         self.peers.call_s, self._rates = self.config.call_s, CallRates(self.config.quotas)
         if self._memory is not None:
             self._memory.config = self.source.config = self.config

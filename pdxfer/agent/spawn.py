@@ -24,20 +24,24 @@ class DaemonProcess:
 
     Args:
         settings: by dotted key, as ``--set`` takes them (lists as lists, tables as dicts).
+        config: path of a config file. stderr: a file for its log.
 
     Raises:
         PeerError: it ended at once. DeadlineError: it does not listen.
     """
 
-    def __init__(self, socket: str, settings: Mapping[str, Any] | None = None) -> None:
-        self.socket = socket
+    def __init__(
+        self, socket: str, settings: Mapping[str, Any] | None = None, *, config: str = "", stderr: Any = None
+    ) -> None:
+        self.socket, self._stderr = socket, stderr
         self._command = [sys.executable, "-m", "pdxfer", "agent", "--socket", socket]
+        self._command += ["--config", config] if config else []
         for key, value in {"admin": "", **(settings or {})}.items():
             self._command += ["--set", f"{key}={_text(value)}"]
         self.process = self._start()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen(self._command)
+        process = subprocess.Popen(self._command, stderr=self._stderr)
         until_s = time.monotonic() + _READY_S
         while True:
             try:

@@ -1,0 +1,188 @@
+"""The daemon's config: who goes before whom, units, slips that are refused, what a running daemon takes over."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import fields
+
+import pytest
+import tomllib
+from click.testing import CliRunner
+
+from pdxfer.agent.config import AgentConfig, DaemonConfig
+from pdxfer.agent.spawn import DaemonProcess
+from pdxfer.cli.config import config as command
+from pdxfer.config import load_config, schema, template
+from pdxfer.errors import MisuseError
+from tests.conftest import require
+from tests.pairs import wait_until
+
+TOML = """
+worker = "prefill-0"
+[agent]
+lease_s = "2m"
+arena_bytes = "1GiB"
+transports = ["tcp"]
+listen = {tcp = "tcp://127.0.0.1:7001"}
+[agent.transport_options.tcp]
+contact_host = "127.0.0.1"
+[agent.quotas]
+peer_bytes = "2GiB"
+"""
+YAML = """
+worker: prefill-0
+agent:
+  lease_s: 2m
+  arena_bytes: 1GiB
+  transports: [tcp]
+  listen: {tcp: "tcp://127.0.0.1:7001"}
+  transport_options: {tcp: {contact_host: 127.0.0.1}}
+  quotas: {peer_bytes: 2GiB}
+"""
+
+
+def written(directory, text, name="agent.toml"):
+    path = directory / name
+    path.write_text(text)
+    return str(path)
+
+
+@pytest.mark.parametrize(("name", "text"), [("agent.toml", TOML), ("agent.yaml", YAML)])
+def test_toml_and_yaml_say_the_same(tmp_path, name, text):
+    if name.endswith("yaml"):
+        require("yaml")
+    config = load_config(written(tmp_path, text, name), environ={}).config
+    assert (config.worker, config.agent.lease_s, config.agent.arena_bytes) == ("prefill-0", 120.0, 1 << 30)
+    assert (config.agent.transports, config.agent.listen) == (("tcp",), {"tcp": "tcp://127.0.0.1:7001"})
+    assert config.agent.transport_options == {"tcp": {"contact_host": "127.0.0.1"}}
+    assert config.agent.quotas.peer_bytes == 2 << 30
+    assert config.of_rank(3, "engine").listen == {"tcp": "tcp://127.0.0.1:7004"}
+    assert config.of_rank(3, "engine").worker == "prefill-0"
+
+
+def test_flags_before_environment_before_file_before_defaults(tmp_path):
+    path = written(tmp_path, "drain_s = 1\nlog_level = 'error'\n[agent]\nwindow = 3\nlease_s = 4\ncall_s = 5\n")
+    environ = {"PDXFER_AGENT__WINDOW": "6", "PDXFER_AGENT__LEASE_S": "7s", "PDXFER_LOG_LEVEL": "debug"}
+    loaded = load_config(path, {"agent.window": "8"}, environ)
+    rows = {key: (value, origin) for key, value, origin in loaded.rows()}
+    assert rows["agent.window"] == (8, "flag agent.window")
+    assert rows["agent.lease_s"] == (7.0, "environment PDXFER_AGENT__LEASE_S")
+    assert rows["log_level"] == ("debug", "environment PDXFER_LOG_LEVEL")
+    assert rows["agent.call_s"] == (5.0, path)
+    assert rows["agent.stall_s"] == (5.0, "default")
+    assert rows["drain_s"] == (1.0, path)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("4GiB", 4 << 30), ("64MB", 64_000_000), ("65536", 65536), ("1.5 MiB", 3 << 19), (70000, 70000),
+    ],
+)  # fmt: skip
+def test_sizes(text, found):
+    config = load_config(flags={"agent.chunk_bytes": "4096", "agent.arena_bytes": text}, environ={}).config
+    assert config.agent.arena_bytes == found
+
+
+@pytest.mark.parametrize(
+    ("text", "found"), [("250ms", 0.25), ("30s", 30.0), ("2m", 120.0), ("1h", 3600.0), ("0.5", 0.5)]
+)
+def test_times(text, found):
+    assert load_config(flags={"drain_s": text}, environ={}).config.drain_s == found
+
+
+@pytest.mark.parametrize(
+    ("text", "message", "hint"),
+    [
+        ("lease_s = 3", "no key 'lease_s'", "'agent.lease_s'"),
+        ("[agent]\nleases_s = 3", "no key 'agent.leases_s'", "'agent.lease_s'"),
+        ("[agents]\nlease_s = 3", "no key 'agents'", ""),
+        ("[agent]\nrank = 3", "no key 'agent.rank'", ""),
+        ("[agent.quotas]\npeer_byte = 3", "no key 'agent.quotas.peer_byte'", "'agent.quotas.peer_bytes'"),
+        ("[agent]\nlease_s = '3 parsecs'", r"agent.lease_s can't be '3 parsecs'.*unit of ms, s", ""),
+        ("[agent]\nwindow = 1.5", "agent.window can't be 1.5: a whole number", ""),
+        ("[agent]\nwindow = true", "agent.window can't be True", ""),
+        ("[agent]\ntransports = 'tcp'", "agent.transports can't be 'tcp': a list", ""),
+        ("[agent]\ndigests = 'yes'", "agent.digests can't be 'yes': bool", ""),
+        ("[agent]\nwindow = 99", "window must be in", ""),
+        ("log_level = 'loud'", "log_level must be", ""),
+        ("a = ", "can't be read", ""),
+    ],
+)
+def test_a_file_that_is_wrong_is_refused_by_key(tmp_path, text, message, hint):
+    path = written(tmp_path, text)
+    with pytest.raises(MisuseError, match=message) as caught:
+        load_config(path, environ={})
+    assert hint in caught.value.hint
+    done = CliRunner().invoke(command, ["check", "--config", path])
+    assert isinstance(done.exception, MisuseError)
+    assert done.exception.exit_code == 2
+
+
+def test_the_environment_s_slips_are_refused_and_what_a_cluster_sets_is_not():
+    for name in ("PDXFER_SOKET", "PDXFER_AGENT__LEASE", "PDXFER_AGENT__RANK"):
+        with pytest.raises(MisuseError, match="environment"):
+            load_config(environ={name: "1"})
+    cluster = {"PDXFER_SERVICE_HOST": "10.0.0.1", "PDXFER_PORT_7000_TCP_ADDR": "10.0.0.1", "PDXFER_DEBUG": "1"}
+    assert load_config(environ=cluster).config == load_config(environ={}).config
+
+
+def test_every_field_is_a_key_and_every_key_is_in_schema_and_template(tmp_path):
+    keys = [key for key, _, _ in load_config(environ={}).rows()]
+    nested = {"tls", "quotas"}
+    for cls, prefix, skip in ((DaemonConfig, "", {"agent"}), (AgentConfig, "agent.", {"worker", "rank", *nested})):
+        assert {f"{prefix}{f.name}" for f in fields(cls)} - {prefix + s for s in skip} <= set(keys)
+    described = schema()["properties"]
+    for key in keys:
+        *tables, name = key.split(".")
+        at = described
+        for table in tables:
+            assert at[table]["additionalProperties"] is False
+            at = at[table]["properties"]
+        assert name in at
+    plain = "\n".join(line.removeprefix("# ") for line in template().splitlines()[1:] if not line.endswith('= "..."'))
+    parsed = tomllib.loads("\n".join(line for line in plain.splitlines() if not line.endswith("= ...")))
+    parsed["agent"].pop("tls")
+    path = written(tmp_path, template())
+    assert load_config(path, environ={}).config == load_config(environ={}).config
+    assert parsed["agent"]["lease_s"] == 30.0
+
+
+def test_show_says_where_a_value_comes_from():
+    done = CliRunner(env={"PDXFER_WORKER": "p"}).invoke(command, ["show", "--origin", "--json", "--set", "drain_s=3s"])
+    shown = json.loads(done.output)
+    assert shown["worker"] == {"value": "p", "origin": "environment PDXFER_WORKER"}
+    assert shown["drain_s"] == {"value": 3.0, "origin": "flag drain_s"}
+    assert shown["agent.lease_s"]["origin"] == "default"
+
+
+def test_a_command_line_that_is_wrong_ends_with_2():
+    done = subprocess.run(
+        [sys.executable, "-m", "pdxfer", "agent", "--set", "agent.leas_s=3"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "did you mean 'agent.lease_s'?" in done.stderr
+
+
+def test_a_hangup_takes_over_what_may_change(tmp_path):
+    path, log = written(tmp_path, "drain_s = 1\nlog_level = 'warning'\n"), tmp_path / "log"
+    os.chmod(tmp_path, 0o700)
+    with open(log, "wb") as file, DaemonProcess(f"{tmp_path}/s", config=path, stderr=file) as daemon:
+
+        def says(text):
+            assert wait_until(lambda: text in log.read_text(), timeout_s=30.0), log.read_text()
+
+        written(tmp_path, "drain_s = 2\nworker = 'w'\n[agent]\nlease_s = '5s'\nwindow = 4\n")
+        daemon.process.send_signal(signal.SIGHUP)
+        says("needs a restart: agent.window, worker")
+        written(tmp_path, "drane_s = 2\n")
+        daemon.process.send_signal(signal.SIGHUP)
+        says("not taken over: there is no key 'drane_s'")
+        assert daemon.process.poll() is None

@@ -56,11 +56,13 @@ def left_behind(directory: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "prefill_tp", "decode_tp", "transport"),
-    [("kimi-linear", 2, 4, "shm"), ("qwen3-next", 3, 2, "tcp")],
+    ("model", "prefill_tp", "decode_tp", "transport", "more"),
+    [("kimi-linear", 2, 4, "shm", ""), ("qwen3-next", 3, 2, "tcp", ""), ("qwen3-next", 1, 2, "shm", " --sidecar")],
 )
-def test_a_run_moves_every_byte_and_ends_with_nothing_left(directory, model, prefill_tp, decode_tp, transport):
-    arguments = f"--json --model {model} --prefill-tp {prefill_tp} --decode-tp {decode_tp} --transport {transport}"
+def test_a_run_moves_every_byte_and_ends_with_nothing_left(directory, model, prefill_tp, decode_tp, transport, more):
+    arguments = (
+        f"--json --model {model} --prefill-tp {prefill_tp} --decode-tp {decode_tp} --transport {transport}{more}"
+    )
     process = start(directory, *arguments.split(), "--prompt-tokens", "77")
     stdout, stderr = process.communicate()
     assert process.returncode == 0, stderr

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pytest
 
+from pdxfer.agent import AgentConfig
+from pdxfer.agent.config import DaemonConfig
+from pdxfer.agent.daemon import Daemon
 from pdxfer.builders import Parallel, Storage, build_layout
 from pdxfer.cli.main import main
 from pdxfer.connectors.vllm_settings import Settings
@@ -32,6 +36,17 @@ torch = require("torch")
 SPEC = hybrid_spec()
 TOKENS, NONCE = 37, bytes(range(16))
 EXTRA = {"lease_s": 5.0, "timeout_s": 20, "arena_bytes": 1 << 20, "chunk_bytes": 1 << 16}
+
+
+MODE = {"sidecar": ""}
+
+
+@pytest.fixture(autouse=True, params=["embedded", "sidecar"])
+def mode(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every test runs with agents in the ranks' processes, and behind a daemon."""
+    with tempfile.TemporaryDirectory(prefix="v-") as directory:
+        MODE["sidecar"] = directory if request.param == "sidecar" else ""
+        yield
 
 
 class Gather:
@@ -108,7 +123,8 @@ def engine(name: str, tp: int, page_tokens: int, **extra: Any) -> Iterator[Engin
     """A worker of ``tp`` ranks with unified pages, as vLLM has them."""
     storage = Storage(page_tokens=page_tokens, alignment_tokens=page_tokens, pages=48)
     layout = build_layout(SPEC, Parallel(tp=tp), storage, "unified")
-    settings = Settings.parse({**EXTRA, **extra}, name)
+    stack = ExitStack()
+    settings = settings_of(name, {**EXTRA, **extra}, stack)
     gather, seen = Gather(tp), []
     sides = [
         WorkerSide(
@@ -129,11 +145,22 @@ def engine(name: str, tp: int, page_tokens: int, **extra: Any) -> Iterator[Engin
     try:
         yield made
         for side in sides:
-            side.agent.check_integrity()
-            assert side.agent.memory.ledger.counts().get("free") == sum(side.agent.memory.ledger.counts().values())
+            counts = side.agent.check_integrity() or side.agent.memory.ledger.counts()
+            assert {state for state, n in counts.items() if n} == {"free"}
     finally:
         for side in sides:
             side.shutdown()
+        stack.close()
+
+
+def settings_of(name: str, extra: dict[str, Any], stack: ExitStack) -> Settings:
+    """In sidecar mode what is an agent's is the config of a daemon, which ends with the stack."""
+    if not MODE["sidecar"]:
+        return Settings.parse(extra, name)
+    path, timeout_s = f"{MODE['sidecar']}/{name}/s", extra.pop("timeout_s")
+    daemon = Daemon(DaemonConfig(socket=path, agent=AgentConfig(worker=name, **extra)))
+    stack.enter_context(daemon)
+    return Settings.parse({"mode": "sidecar", "sidecar": path, "timeout_s": timeout_s}, name)
 
 
 def tensors(layout: Layout, rank: int, page_tokens: int) -> RankTensors:
@@ -308,6 +335,8 @@ def test_a_declined_ticket_is_freed_and_a_kept_one_stays() -> None:
 
 
 def test_every_rank_shows_itself_where_the_settings_say(capsys) -> None:
+    if MODE["sidecar"]:
+        pytest.skip("a daemon has an admin of its own")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     if port > 65_000:

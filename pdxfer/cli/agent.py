@@ -72,13 +72,22 @@ def _running(loaded: Loaded) -> Iterator[tuple[Daemon, Callable[[], Mapping[str,
     """The daemon with its admin, and how to ask what is wrong with it."""
     from pdxfer.agent.daemon import Daemon
     from pdxfer.observe import Admin, Observer
+    from pdxfer.observe.tracing import tracing_listeners
+
+    made: list[Daemon] = []  # the observer comes first, the daemon tells it of every agent
 
     def drained(_: Mapping[str, str]) -> Mapping[str, Any]:
-        daemon.drain()
-        return {"draining": True, "underway": daemon.underway()}
+        made[0].drain()
+        return {"draining": True, "underway": made[0].underway()}
 
-    with Observer(config=lambda: {k: v for k, v, _ in loaded.rows()}, actions={"drain": drained}) as observer:
+    with Observer(
+        config=lambda: {key: value for key, value, _ in loaded.rows()},
+        actions={"drain": drained},
+        listeners=tracing_listeners(),
+        draining=lambda: bool(made) and made[0].draining,
+    ) as observer:
         daemon = Daemon(loaded.config, observer)
+        made.append(daemon)
         with ExitStack() as stack:
             if loaded.config.admin:
                 stack.callback(Admin(observer, loaded.config.admin).close)

@@ -125,13 +125,16 @@ def test_certificates_are_renewed_under_load_without_a_failed_call(authority):
     errors: list[PdxferError] = []
     done, calls = threading.Event(), [0]
 
+    credentials = Credentials(client)  # an agent has one, for all its clients; half a renewal changes nothing in it
+
     def load(address: str) -> None:
-        steady = ControlClient(address, credentials=Credentials(client))
+        steady = ControlClient(address, credentials=credentials)
         with steady:
             while not done.is_set():
                 try:
                     steady.complete(complete("w"), WAIT_S)
-                    call(address, client)
+                    with ControlClient(address, credentials=credentials) as fresh:
+                        fresh.complete(complete("w"), WAIT_S)
                     calls[0] += 2
                 except PdxferError as error:
                     errors.append(error)

@@ -38,7 +38,7 @@ from pdxfer.errors import (
     TicketError,
     TransportError,
 )
-from pdxfer.kernels import Offsets, as_buffer
+from pdxfer.kernels import Offsets, as_buffer, settle
 from pdxfer.messages import Mode
 from pdxfer.packing import Buffers, Chunk, EdgeProgram, Segment, Side
 from pdxfer.transfer import Cancel, Intake
@@ -184,6 +184,7 @@ class EdgeReader:
                 self._verify(chunk, frame, message, found)
             intake.accept(frame.chunk)
             self.stats.messages += 1
+        settle(self.target.buffers)
 
     def complete(self) -> bool:
         """After ``run``: tell the source that it may let go; False when this path can't tell (say it by control then).

@@ -9,16 +9,19 @@ XXH3-128 of the target's own memory if asked for. This file knows no page table,
         target[to_offsets[i] + r*to_row + index . to_strides][:run_bytes] =
         source[from_offsets[i] + r*from_row + index . from_strides][:run_bytes]
 
-Three interchangeable kernels do it (native C, NumPy, torch), in whatever order suits the strides: rows of a page may be
-the near axis (vLLM's K on CPUs is [head, dim, token]). A digest runs over the rows in order and each row's box
-in its canonical axis order, whatever the strides are; where runs are long enough, the native kernel takes it during
-the copy, a few KiB behind it.
+Interchangeable kernels do it (native C, NumPy; torch and triton for devices), in whatever order suits the strides: rows
+of a page may be the near axis (vLLM's K on CPUs is [head, dim, token]). A digest runs over the rows in order and each
+row's box in its canonical axis order, whatever the strides are; where runs are long enough, the native kernel takes it
+during the copy, a few KiB behind it. Bytes of a device are digested on the host, for XXH3 goes through its input in one
+order, which is one thread of a GPU: they cross to the host once more, as packed bytes do anyhow.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import math
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
@@ -45,6 +48,11 @@ __all__ = [
     "as_host",
     "longest_run",
     "native_available",
+    "on_device",
+    "pin",
+    "settle",
+    "triton_available",
+    "unpin",
 ]
 
 Bytes = npt.NDArray[np.uint8]
@@ -54,6 +62,7 @@ _LISTED_RUN_BYTES = 256  # below, a list of runs costs too much beside the bytes
 _SHORT_DIGEST_BYTES = 240  # the native digest is for more than that
 _BY_NATIVE = ("auto", "native")
 _BLOCK_BYTES = 256 << 10  # what is gathered at a time for a digest: it should still be in cache
+_DEVICE_BLOCK_BYTES = 8 << 20  # the same of a device: every block is a launch and a crossing
 
 
 class RunReader(Protocol):
@@ -145,7 +154,8 @@ class RowCopy:
         state = xxhash.xxh3_128(seed=seed)
         row_bytes = math.prod(self._shape) * self._itemsize
         for part in parts:
-            for block in self._blocks(max(1, _BLOCK_BYTES // row_bytes)):
+            block_bytes = _DEVICE_BLOCK_BYTES if _on_device(part.source) else _BLOCK_BYTES
+            for block in self._blocks(max(1, block_bytes // row_bytes)):
                 scratch = np.empty(block.nbytes, np.uint8)
                 block.bind([Part(scratch, 0, part.source, part.source_base)]).copy(kernel)
                 state.update(scratch.data)
@@ -315,21 +325,121 @@ def _copy_torch(
     shape: tuple[int, ...], to_strides: tuple[int, ...], at_strides: tuple[int, ...], run: int,
 ) -> None:  # fmt: skip
     """Gather and scatter by word index; either side may be on a device."""
+    to, at = _expand(to, rows, to_row, shape, to_strides), _expand(at, rows, at_row, shape, at_strides)
+    if len(to):
+        _move_words(target, source, to, at, run, by_index=True)
+
+
+def _copy_triton(
+    target: Any, source: Any, to: Offsets, at: Offsets, rows: Offsets, to_row: int, at_row: int,
+    shape: tuple[int, ...], to_strides: tuple[int, ...], at_strides: tuple[int, ...], run: int,
+) -> None:  # fmt: skip
+    """One launch where both sides are on one device; else one on each side that is on one, and a copy between."""
+    to, at = _expand(to, rows, to_row, shape, to_strides), _expand(at, rows, at_row, shape, at_strides)
+    if len(to):
+        _move_words(target, source, to, at, run, by_index=False)
+
+
+def _move_words(target: Any, source: Any, to: Offsets, at: Offsets, run: int, *, by_index: bool) -> None:
+    """Copy runs between tensors or arrays, as words as wide as all offsets allow.
+
+    Between a device and the host, what travels is packed on the device's side, by one kernel, and crosses as one
+    contiguous copy; the current stream has finished with it when this returns. On one device the copy is only queued.
+    """
     import torch
 
-    to, at = _expand(to, rows, to_row, shape, to_strides), _expand(at, rows, at_row, shape, at_strides)
-    if not len(to):
-        return
     tensors = [b if isinstance(b, torch.Tensor) else torch.from_numpy(_writable(b)) for b in (target, source)]
-    word = math.gcd(run, 8, int(np.bitwise_or.reduce(to | at)) or 8, *(t.numel() | 8 for t in tensors))
-    dtype = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[word]
-    flat = [t.view(-1)[: t.numel() // word * word].view(dtype) for t in tensors]
-    within = np.arange(run // word, dtype=np.int64)
-    to_index, at_index = (torch.from_numpy((o[:, None] // word + within).reshape(-1)) for o in (to, at))
     _check_runs(to, run, tensors[0].numel(), "target")
     _check_runs(at, run, tensors[1].numel(), "source")
-    values = flat[1][at_index.to(flat[1].device)]
-    flat[0][to_index.to(flat[0].device)] = values.to(flat[0].device)
+    word = math.gcd(run, 8, int(np.bitwise_or.reduce(to | at)) or 8, *(t.numel() | 8 for t in tensors))
+    dtype = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[word]
+    into, out_of = (t.view(-1)[: t.numel() // word * word].view(dtype) for t in tensors)
+    to, at, words = to // word, at // word, run // word
+    if into.device == out_of.device:
+        _copy_words(into, out_of, to, at, words, by_index=by_index)
+        return
+    packed = np.arange(len(to), dtype=np.int64) * words
+    crossing = _stretch(out_of, at - packed, len(to) * words)
+    if crossing is None:
+        crossing = torch.empty(len(to) * words, dtype=dtype, device=out_of.device)
+        _copy_words(crossing, out_of, packed, at, words, by_index=by_index)
+    landing = _stretch(into, to - packed, len(to) * words)
+    if landing is not None:  # staging, which may be pinned
+        landing.copy_(crossing)
+    else:
+        _copy_words(into, crossing.to(into.device), to, packed, words, by_index=by_index)
+
+
+def _stretch(buffer: Any, starts: Offsets, words: int) -> Any:
+    """The part of a flat tensor that runs make up, when they follow each other (all would start at one place)."""
+    return buffer.narrow(0, int(starts[0]), words) if int(starts.min()) == int(starts.max()) else None
+
+
+def _copy_words(target: Any, source: Any, to: Offsets, at: Offsets, words: int, *, by_index: bool) -> None:
+    """Copy runs of words between two tensors of one device."""
+    import torch
+
+    into, out_of = (torch.from_numpy(o).to(target.device) for o in (to, at))
+    if not by_index and (target.device.type == "cuda" or _interpreted()):
+        from pdxfer._triton import copy_words
+
+        copy_words(target, source, into, out_of, words)
+        return
+    within = torch.arange(words, device=target.device)
+    target_index, source_index = ((o[:, None] + within).reshape(-1) for o in (into, out_of))
+    target[target_index] = source[source_index]
+
+
+def settle(buffers: Iterable[Any]) -> None:
+    """Wait until what this thread has queued for the buffers' devices is done: by an event on its stream there, which
+    waits for nobody else's work. Host memory needs no waiting. (No GPU has run this yet.)
+    """
+    devices = {b.device for b in buffers if _on_device(b)}
+    if not devices:
+        return
+    import torch
+
+    for device in devices:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(device))
+        event.synchronize()
+
+
+def pin(memory: memoryview) -> bool:
+    """Lock host memory for a GPU's own reads and writes; False where the driver refuses. (No GPU has run this yet.)"""
+    import torch
+
+    address = int(np.frombuffer(memory, np.uint8).ctypes.data)
+    driver: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    return int(driver.cudaHostRegister(address, memory.nbytes, 0)) == 0
+
+
+def unpin(memory: memoryview) -> None:
+    """Undo ``pin``."""
+    import torch
+
+    driver: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    driver.cudaHostUnregister(int(np.frombuffer(memory, np.uint8).ctypes.data))
+
+
+def on_device(buffers: Iterable[Any]) -> bool:
+    """Whether any of them is memory of a GPU."""
+    return any(map(_on_device, buffers))
+
+
+def _on_device(buffer: Any) -> bool:
+    return getattr(getattr(buffer, "device", None), "type", "") == "cuda"
+
+
+def _interpreted() -> bool:
+    """Whether triton runs on the CPU, for tests."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@lru_cache(maxsize=1)
+def triton_available() -> bool:
+    """Whether the kernel for GPUs can be had; torch for CUDA brings triton along."""
+    return importlib.util.find_spec("triton") is not None
 
 
 class _Writable:
@@ -344,7 +454,12 @@ def _writable(array: Bytes) -> Bytes:
     return array if array.flags.writeable else np.asarray(_Writable(array))
 
 
-KERNELS: Mapping[str, Callable[..., None]] = {"native": _copy_native, "numpy": _copy_numpy, "torch": _copy_torch}
+KERNELS: Mapping[str, Callable[..., None]] = {
+    "native": _copy_native,
+    "numpy": _copy_numpy,
+    "torch": _copy_torch,
+    "triton": _copy_triton,
+}
 
 
 def _check_runs(offsets: Offsets, run: int, nbytes: int, side: str) -> None:
@@ -368,7 +483,7 @@ def _choose(kernel: str, part: Part) -> str:
         return kernel
     if isinstance(part.target, np.ndarray) and isinstance(part.source, np.ndarray):
         return "native" if _native is not None else "numpy"
-    return "torch"
+    return "triton" if on_device((part.target, part.source)) and triton_available() else "torch"
 
 
 def as_buffer(buffer: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pdxfer.agent.arena import Arena
 from pdxfer.errors import MisuseError
-from pdxfer.kernels import as_buffer
+from pdxfer.kernels import as_buffer, on_device, pin, unpin
 from pdxfer.layout import Layout, RegionShape
 from pdxfer.packing import Buffers, Side
 from pdxfer.transfer import Ledger
@@ -57,6 +57,7 @@ class Memory:
             totals[pool] = max(totals.get(pool, 0), -(-holding.pages // self._per_unit[holding.table]))
         self.ledger = Ledger(totals)
         self._arenas: dict[str, Arena] = {}
+        self._pinned: list[memoryview] = []
         self._lock = threading.Lock()
 
     def side(self, tables: Mapping[str, Sequence[int]]) -> Side:
@@ -77,6 +78,11 @@ class Memory:
         with self._lock:
             if scheme not in self._arenas:
                 region = self.transports[scheme].allocate(self.config.arena_bytes, "staging")
+                if on_device(self.buffers):
+                    if pin(region.view):
+                        self._pinned.append(region.view)
+                    else:
+                        _log.warning("staging of %s can't be pinned: copies from and to the GPU take a detour", scheme)
                 self._arenas[scheme] = Arena(region.view)
             return self._arenas[scheme]
 
@@ -84,6 +90,12 @@ class Memory:
         """The staging arenas that were made, by scheme."""
         with self._lock:
             return dict(self._arenas)
+
+    def close(self) -> None:
+        """No byte moves any more: staging is ordinary memory again. Idempotent."""
+        with self._lock:
+            while self._pinned:
+                unpin(self._pinned.pop())
 
     def forget(self) -> None:
         """Let go of the engine's memory, once its agent has closed: whoever still knows us keeps none of it mapped."""

@@ -239,6 +239,8 @@ class Agent(ControlHandler):
             self._source.sweep()  # nobody reads any more: what was quarantined is free
         self.keeper.close()
         self.peers.close()
+        if self._memory is not None:
+            self._memory.close()
         for transport in self.transports.values():
             transport.close()
         self._directory.close()

@@ -138,6 +138,7 @@ def link(transports: str, op_type: str, listen: str, peer: str, max_time: float,
 @click.option("--engines/--no-engines", default=True, show_default=True, help="NIXL and Mooncake on the same bytes.")
 @click.option("--memory", type=click.Choice(["shared", "own"]), default="shared", show_default=True,
               help="Of the source's caches: mappable by peers, or an engine's own.")  # fmt: skip
+@click.option("--sidecar", is_flag=True, help="Agents in a daemon beside each process, not in it.")
 @click.option("--chunk", default="8MiB", show_default=True, metavar="SIZE", help="Upper bound of one message.")
 @_choices(
     _count("--runs", 9, "Timed hand-offs."),
@@ -179,7 +180,7 @@ def handoff(
 
 def _handoff_options(
     model: str, layers: int, transport: str, mode: str, digest: bool, chunk: str, memory: str, runs: int, warmup: int,
-    threads: int, processes: Any, engines: bool, verify: bool, peer: str, insecure: bool, **case: Any,
+    threads: int, processes: Any, engines: bool, verify: bool, peer: str, insecure: bool, sidecar: bool, **case: Any,
 ) -> Any:  # fmt: skip
     from pdxfer.bench.case import Case, load_spec
     from pdxfer.bench.handoff import Options
@@ -188,7 +189,7 @@ def _handoff_options(
 
     spec = load_spec(model, page_tokens=case["page_tokens"], layers=layers)
     way = Way(transport=transport, mode=mode, digests=digest, chunk_bytes=parse_bytes(chunk), threads=threads,
-              memory=memory, insecure=insecure)  # fmt: skip
+              memory=memory, insecure=insecure, sidecar=sidecar)  # fmt: skip
     facts = {"model": model, "layers": spec.num_layers}
     return Options(
         case=Case(spec=spec, **case), facts=facts, ways=(way,), runs=runs, warmup=warmup, threads=threads,

@@ -15,6 +15,7 @@ question       answer
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -24,7 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from pdxfer.agent import Agent, AgentConfig, Received
+from pdxfer.agent import AgentConfig, Received, SidecarAgent, create_agent
+from pdxfer.agent.spawn import DaemonProcess
 from pdxfer.bench.case import Case, End, check, fill
 from pdxfer.bench.peer import Line, main
 from pdxfer.errors import MisuseError
@@ -43,7 +45,8 @@ class Way:
     Attributes:
         chunk_bytes: bound of a message. threads: of one agent's copies, 0 for its own choice.
         memory: of the source: ``shared``, which peers on its host can map, or ``own``, as an engine allocates it.
-        insecure: meet other hosts, with nobody authenticated.
+        insecure: meet other hosts, with nobody authenticated. sidecar: agents in a daemon's process, one per worker's
+            process of the bench, not in that itself; ``mode`` and ``digests`` are then the daemon's, for all fetches.
     """
 
     transport: str = "shm"
@@ -53,6 +56,7 @@ class Way:
     threads: int = 0
     memory: str = "shared"
     insecure: bool = False
+    sidecar: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -90,12 +94,13 @@ class _Ranks:
     def __init__(self, case: Case, way: Way, end: End, ranks: Sequence[int], host: str, stack: ExitStack) -> None:
         self.case, self.end = case, end
         self.anonymous = end == "prefill" and way.memory == "own"
-        self.agents: dict[int, Agent] = {}
+        self.agents: dict[int, Any] = {}
         self.buffers: dict[int, list[Any]] = {}
         self.calls: Counter[str] = Counter()
         layout = case.layout(end)
+        daemon = _daemon(way.config(end, 0, host), stack) if way.sidecar else ""
         for rank in ranks:
-            agent = stack.enter_context(Agent(way.config(end, rank, host)))
+            agent: Any = stack.enter_context(create_agent(way.config(end, rank, host), daemon))
             regions: list[Any]
             if self.anonymous:
                 self.buffers[rank] = regions = [np.zeros(r.nbytes, np.uint8) for r in layout.ranks[rank].regions]
@@ -105,7 +110,7 @@ class _Ranks:
             if end == "prefill":
                 fill(case, end, rank, self.buffers[rank])
             agent.attach(layout, regions)
-            for name in _CALLS:
+            for name in _CALLS if not daemon else ():
                 setattr(agent, name, self._counted(name, getattr(agent, name)))
             agent.start()
             self.agents[rank] = agent
@@ -171,17 +176,34 @@ class _Ranks:
 
     def _facts(self) -> dict[str, Any]:
         until_s = time.monotonic() + 10.0
-        while any(set(agent.memory.ledger.counts()) - {"free"} for agent in self.agents.values()):
+        while any(_held(agent) for agent in self.agents.values()):
             if time.monotonic() > until_s:
                 raise MisuseError("pages are still held ten seconds after the last hand-off")
             time.sleep(0.01)
         for agent in self.agents.values():
             agent.check_integrity()
         own = _anonymous_bytes()
-        mapped = any("shm" in agent.transports for agent in self.agents.values())  # its memory has files behind it
+        mapped = any(
+            "shm" in getattr(a, "transports", ("shm",)) for a in self.agents.values()
+        )  # it has files behind it
         if self.anonymous or not mapped:
             own -= sum(buffer.nbytes for buffers in self.buffers.values() for buffer in buffers)
         return {"calls": dict(self.calls), "own_bytes": own}
+
+
+def _held(agent: Any) -> set[str]:
+    """States of pages that are not free."""
+    counts = agent.check_integrity() if isinstance(agent, SidecarAgent) else agent.memory.ledger.counts()
+    return {state for state, n in counts.items() if n} - {"free", "staged_bytes"}
+
+
+def _daemon(config: AgentConfig, stack: ExitStack) -> str:
+    """A daemon with that config; returns its socket."""
+    directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="pdxfer-bench-"))
+    names = ("transports", "mode", "digests", "chunk_bytes", "arena_bytes", "lease_s", "call_s", "stall_s", "insecure")
+    settings = {f"agent.{name}": getattr(config, name) for name in names}
+    settings |= {"worker": config.worker, "drain_s": 0, "log_level": "warning"}
+    return stack.enter_context(DaemonProcess(f"{directory}/d/s", settings)).socket
 
 
 def _anonymous_bytes() -> int:

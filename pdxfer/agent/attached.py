@@ -186,15 +186,20 @@ class Attached(threading.Thread):
         self.agent.siblings.clear()
         self.agent.siblings.update(addresses)
 
-    def do_fetch(self, fetch: int, ticket: str, tables: Mapping[str, Any], **how: Any) -> None:
-        """Begin a fetch; ``fetched`` is told when it has ended."""
+    def do_fetch(self, fetch: int, answered: bool, ticket: str, tables: Mapping[str, Any], **how: Any) -> None:
+        """Begin a fetch; ``fetched`` is told when it has ended, or (not ``answered``) could not begin."""
         begun = threading.Event()
 
         def on_done() -> None:
             begun.wait()
             self._fetched(fetch)
 
-        self._fetches[fetch] = self.agent.start_fetch(ticket, tables, on_done=on_done, **how)
+        try:
+            self._fetches[fetch] = self.agent.start_fetch(ticket, tables, on_done=on_done, **how)
+        except PdxferError as error:
+            if answered:
+                raise
+            self._say("fetched", fetch=fetch, error=error_to(error), settled=True)
         begun.set()
 
     def do_cancel(self, fetch: int, why: str) -> None:

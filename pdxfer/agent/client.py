@@ -290,6 +290,20 @@ class SidecarAgent:
         **facts: Any,
     ) -> SidecarFetch:
         """See ``Agent.start_fetch``. ``on_done`` is called by a thread of ours."""
+        return self._begin(ticket, tables, first_token, timeout_s, on_done, answered=True, **facts)
+
+    def _begin(
+        self,
+        ticket: Ticket | str,
+        tables: Mapping[str, Sequence[int]],
+        first_token: int,
+        timeout_s: float,
+        on_done: Callable[[], None] | None,
+        *,
+        answered: bool,
+        **facts: Any,
+    ) -> SidecarFetch:
+        """Begin a fetch; when nobody looks at it before its end, one answer is enough for both (``answered`` False)."""
         parsed, number = _parsed(ticket), next(self._numbers)
         bring = None
         if self._mirror is not None:
@@ -306,16 +320,27 @@ class SidecarAgent:
             self._fetches[number] = fetch, on_done
         about = {"ticket": parsed.encode(), "tables": tables, "first_token": first_token, "timeout_s": timeout_s}
         try:
-            self._call("fetch", fetch=number, **about, **facts)
+            if answered:
+                self._call("fetch", fetch=number, answered=True, **about, **facts)
+            else:
+                self._line().send(0, "fetch", {"fetch": number, "answered": False, **about, **facts})
         except BaseException:
             with self._lock:
                 self._fetches.pop(number, None)
             raise
         return fetch
 
-    def fetch(self, ticket: Ticket | str, tables: Mapping[str, Sequence[int]], **how: Any) -> Received:
+    def fetch(
+        self,
+        ticket: Ticket | str,
+        tables: Mapping[str, Sequence[int]],
+        *,
+        first_token: int = 0,
+        timeout_s: float = 30.0,
+        **facts: Any,
+    ) -> Received:
         """See ``Agent.fetch``."""
-        return self.start_fetch(ticket, tables, **how).wait()
+        return self._begin(ticket, tables, first_token, timeout_s, None, answered=False, **facts).wait()
 
     # -- the socket --------------------------------------------------------------------------------
 
@@ -325,6 +350,12 @@ class SidecarAgent:
         if pipe is not None:
             with suppress(PeerError):
                 pipe.send(0, name, values)
+
+    def _line(self) -> Pipe:
+        with self._lock:
+            if self._pipe is None:
+                raise _lost(self.path)
+            return self._pipe
 
     def _call(self, name: str, timeout_s: float = _CALL_S, /, **values: Any) -> Any:
         """Ask, and wait for the answer.

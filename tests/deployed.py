@@ -49,9 +49,9 @@ def tool(name: str) -> str:
     return found
 
 
-def ran(*command: str | Path, ok: bool = True, **options: Any) -> str:
+def ran(*command: str | Path, ok: bool = True, timeout: float = 110, **options: Any) -> str:
     """What a command printed; it must have succeeded, or with ``ok=False`` failed."""
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=110, check=False, **options)
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=timeout, check=False, **options)
     assert (done.returncode == 0) == ok, f"{command}: {done.stdout}{done.stderr}"
     return done.stdout + done.stderr
 

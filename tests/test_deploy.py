@@ -10,6 +10,7 @@ import os
 import re
 import socket
 import subprocess
+import sys
 import time
 import urllib.parse
 import urllib.request
@@ -23,7 +24,19 @@ from pdxfer.errors import StaleError, TicketError
 from pdxfer.observe import Admin
 from pdxfer.ticket import Ticket
 from tests.conftest import require
-from tests.deployed import DEPLOY, agent_of, charted, container, documents, kustomized, metrics_in, queries, ran, tool
+from tests.deployed import (
+    DEPLOY,
+    agent_of,
+    charted,
+    container,
+    documents,
+    environment,
+    kustomized,
+    metrics_in,
+    queries,
+    ran,
+    tool,
+)
 from tests.pairs import TOKENS, hand_over, pair, wait_until
 from tests.test_observe import ONE, give_back, watched
 
@@ -142,13 +155,13 @@ def test_pods_are_hardened_and_hold_together(example, with_rdma, role):
         assert agent["securityContext"]["readOnlyRootFilesystem"]
         # Probes and policy speak of ports that are there, and drain of times that fit.
         ports = {port["name"]: port["containerPort"] for port in agent["ports"]}
-        health = int(config["health"][0].rpartition(":")[2])
+        told = environment(agent, podIP="192.0.2.7", name="p")
+        health, metrics = (int(told[f"PDXFER_{name}"].rpartition(":")[2]) for name in ("HEALTH", "METRICS"))
         probes = [agent[f"{kind}Probe"]["grpc"] for kind in ("startup", "liveness", "readiness")]
         assert [(p["port"], p.get("service", "")) for p in probes] == [(health, "live"), (health, "live"), (health, "")]
-        assert (ports["health"], ports["metrics"]) == (health, int(config["metrics"].rpartition(":")[2]))
+        assert (ports["health"], ports["metrics"]) == (health, metrics)
         stop = engine["lifecycle"]["preStop"]["exec"]["command"]
         assert stop[:-1] == ["pdxfer", "drain", "--wait", "--timeout"]
-        told = {each["name"]: each.get("value") for each in agent["env"]}
         assert told["PDXFER_POD_DRAIN_S"] == stop[-1] == str(config["drain_s"]).removesuffix("s")
         assert told["PDXFER_POD_GRACE_S"] == str(pod["terminationGracePeriodSeconds"])
         assert pod["terminationGracePeriodSeconds"] >= int(stop[-1]) + 30
@@ -188,6 +201,37 @@ def test_services_and_policies_select_the_pods(example):
             (expression,) = policy["spec"]["ingress"][0]["from"][0]["podSelector"]["matchExpressions"]
             assert dict(labels)[expression["key"]] in expression["values"]
             assert set(expression["values"]) == set(ROLES)
+
+
+# -- the agent's own config -------------------------------------------------------------------------
+
+
+def accepted(path, variables=None) -> None:
+    """What ``pdxfer config check`` says, with only these variables of ours."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PDXFER_")}
+    command = [sys.executable, "-m", "pdxfer", "config", "check", *(["--config", path] if path else [])]
+    assert "good" in ran(*command, env={**environ, **(variables or {})}, cwd=DEPLOY.parent)
+
+
+def test_pdxfer_accepts_every_config(base, tmp_path):
+    accepted(DEPLOY / "systemd" / "agent.toml")
+    text = (DEPLOY / "systemd" / "agent.toml").read_text()
+    (tmp_path / "other.toml").write_text(re.sub(r"^# (\w+ = )", r"\1", text, flags=re.MULTILINE))
+    assert (tmp_path / "other.toml").read_text() != text
+    accepted(tmp_path / "other.toml")
+    for number, objects in enumerate((base, charted(**RDMA), charted(**INSECURE))):
+        pod, config = agent_of(objects, "decode")
+        (tmp_path / f"{number}.yaml").write_text(json.dumps(config))
+        accepted(tmp_path / f"{number}.yaml", environment(container(pod, "agent"), podIP="192.0.2.7", name="decode-0"))
+    for service in documents((DEPLOY / "compose" / "compose.yaml").read_text())[0]["services"].values():
+        if service.get("command") == ["agent"]:
+            accepted("", service["environment"])
+
+
+def test_what_restates_other_files_is_up_to_date():
+    require("yaml")
+    environ = {**os.environ, "PYTHONPATH": str(DEPLOY.parent)}
+    assert ran(sys.executable, DEPLOY / "generate", "--check", env=environ) == ""
 
 
 # -- monitoring ------------------------------------------------------------------------------------

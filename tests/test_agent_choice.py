@@ -59,8 +59,8 @@ def test_the_preferred_is_taken_unless_it_is_really_slower():
     chosen, why = pick({"shm": 3.0, "tcp": 1.0})
     assert (chosen, why) == ("tcp", "shm would be 3.0 times as slow")
     assert pick({"tcp": 1.0}) == ("tcp", "it is the only one in common")
-    assert sorted(["tcp", "new", "ucx", "torch_dist", "nixl", "shm"], key=preference) == [
-        "shm", "nixl", "torch_dist", "ucx", "new", "tcp"
+    assert sorted(["tcp", "new", "ucx", "gloo", "nccl", "nixl", "shm"], key=preference) == [
+        "shm", "nixl", "nccl", "ucx", "gloo", "new", "tcp"
     ]  # fmt: skip
 
 
@@ -141,7 +141,7 @@ def test_a_neighbour_without_shared_memory_is_warned_of_once(caplog):
 
 
 def test_names_of_transports():
-    assert AgentConfig(worker="w", transports=("nccl", "tcp")).transports == ("torch_dist", "tcp")
+    assert AgentConfig(worker="w", transports=("nccl", "tcp")).transports == ("nccl", "tcp")
     with pytest.raises(MisuseError, match="stands alone"):
         AgentConfig(worker="w", transports=("auto", "tcp"))
     assert AgentConfig(worker="w", transports="auto").transports == ("auto",)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["Choice", "LinkRates", "Rates", "Work", "estimates", "pick", "preference"]
 
 #: Best first, where nothing was measured (between hosts, a probe of our own loopback says nothing).
-_PREFERENCE = ("memory", "shm", "nixl", "torch_dist", "ucx", "tcp")
+_PREFERENCE = ("memory", "shm", "nixl", "nccl", "ucx", "gloo", "tcp")
 _WORTH = 2.0  # another path has to be so much quicker than the one that is preferred: estimates are rough
 
 

@@ -26,9 +26,6 @@ _Kind = TypeVar("_Kind")
 RELOADABLE = ("call_s", "hold_max_s", "lease_s", "quotas", "stall_s")
 
 
-_ALIASES = {"nccl": "torch_dist"}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentConfig:
     """How one rank's agent works.
@@ -37,7 +34,7 @@ class AgentConfig:
         worker: name of the worker, unique among peers; rank: this rank's number.
         control: control addresses to bind (``unix:///path``, ``tcp://host:port``); () is a private Unix socket.
         transports: data transports to offer and use, best first, or ``("auto",)``: all that are installed, and for each
-            peer the quickest by estimate (``choice.py``). ``nccl`` is torch_dist. transport_options: by scheme.
+            peer the quickest by estimate (``choice.py``). transport_options: by scheme.
         listen: data addresses to bind, by scheme (``tcp://host:port``); others bind a private one of this host.
         mode: ``auto``, ``packed`` or ``direct``. kernel: ``auto``, ``native``, ``numpy`` or ``torch``.
         arena_bytes: bound of the staging memory of one transport; chunk_bytes: bound of a message.
@@ -75,7 +72,7 @@ class AgentConfig:
 
     def __post_init__(self) -> None:
         named = (self.transports,) if isinstance(self.transports, str) else self.transports
-        object.__setattr__(self, "transports", tuple(_ALIASES.get(name, name) for name in named))
+        object.__setattr__(self, "transports", tuple(named))
         object.__setattr__(self, "tls", _made(Tls, self.tls, "tls"))
         object.__setattr__(self, "quotas", _made(Quotas, self.quotas, "quotas"))
         if not (isinstance(self.listen, Mapping) and isinstance(self.transport_options, Mapping)):

@@ -31,7 +31,7 @@ torch = require("torch")
 TOKENS = 70
 KINDS = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 ARRANGEMENTS = {"4 to 2": (4, 2), "2 to 4": (2, 4), "4 to 6": (4, 6), "1 to 1": (1, 1)}
-SCHEMES = [scheme for scheme in ("shm", "tcp", "nixl", "ucx", "torch_dist") if scheme in known_schemes()]
+SCHEMES = [scheme for scheme in ("shm", "tcp", "nixl", "ucx", "gloo", "nccl") if scheme in known_schemes()]
 
 
 def devices(kind: str, *, apart: bool) -> tuple[list[str], list[str]]:

@@ -13,7 +13,7 @@ import pytest
 from pdxfer.builders import Parallel
 from pdxfer.cli import operate
 from pdxfer.cli.main import main
-from pdxfer.errors import CorruptError
+from pdxfer.errors import CorruptError, PeerError
 from pdxfer.observe import DEFAULT_ADMIN, Admin
 from pdxfer.observe.probe import ping
 from pdxfer.testing.faults import Fault
@@ -182,6 +182,12 @@ def test_drain_waits_for_what_is_underway(pdxfer):
         assert (code, json.loads(text)) == (1, {"draining": True, "underway": 1})
         withdraw(source, "last", ends)
         assert pdxfer("drain", "--wait")[0] == 0
+        with pytest.raises(PeerError, match="drains"):
+            source.offer("late", 20)
+        assert pdxfer("undrain", "--json") == (0, '{\n  "draining": false,\n  "underway": 0\n}\n')
+        source.offer("on time", 20, on_end=ends)
+        withdraw(source, "on time", ends)
+        assert pdxfer("status")[0] == 0
 
 
 def test_the_admin_may_be_a_private_unix_socket(pdxfer, tmp_path):
@@ -194,8 +200,8 @@ def test_the_admin_may_be_a_private_unix_socket(pdxfer, tmp_path):
 
 
 def test_nobody_answers(pdxfer, tmp_path):
-    for command in (["status"], ["peers"], ["slots"], ["transfers"], ["explain", "x"], ["drain"], ["ping", "x"]):
-        assert pdxfer(*command, "--admin", f"unix://{tmp_path}/none.sock")[0] == 5
+    for command in ("status", "peers", "slots", "transfers", "explain x", "drain", "undrain", "ping x"):
+        assert pdxfer(*command.split(), "--admin", f"unix://{tmp_path}/none.sock")[0] == 5
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
@@ -214,7 +220,7 @@ def test_completion_completes():
 HEAVY = {"grpc", "numpy", "torch", "zmq", "rich", "msgpack", "prometheus_client"}
 
 
-@pytest.mark.parametrize("name", ["status", "peers", "slots", "transfers", "explain", "drain", "ping"])
+@pytest.mark.parametrize("name", ["status", "peers", "slots", "transfers", "explain", "drain", "undrain", "ping"])
 def test_help_imports_nothing_heavy(name):
     code = "import sys; from pdxfer.cli.main import main; main(); print(*sys.modules, file=sys.stderr)"
     run = subprocess.run([sys.executable, "-c", code, name, "--help"], capture_output=True, text=True, check=True)

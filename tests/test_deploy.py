@@ -8,18 +8,22 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.parse
 import urllib.request
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 
+from pdxfer.cli.main import main
 from pdxfer.errors import StaleError, TicketError
 from pdxfer.observe import Admin
 from pdxfer.ticket import Ticket
@@ -161,6 +165,7 @@ def test_pods_are_hardened_and_hold_together(example, with_rdma, role):
         assert [(p["port"], p.get("service", "")) for p in probes] == [(health, "live"), (health, "live"), (health, "")]
         assert (ports["health"], ports["metrics"]) == (health, metrics)
         stop = engine["lifecycle"]["preStop"]["exec"]["command"]
+        assert engine["lifecycle"]["postStart"]["exec"]["command"] == ["pdxfer", "undrain"]
         assert stop[:-1] == ["pdxfer", "drain", "--wait", "--timeout"]
         assert told["PDXFER_POD_DRAIN_S"] == stop[-1] == str(config["drain_s"]).removesuffix("s")
         assert told["PDXFER_POD_GRACE_S"] == str(pod["terminationGracePeriodSeconds"])
@@ -208,9 +213,12 @@ def test_services_and_policies_select_the_pods(example):
 
 def accepted(path, variables=None) -> None:
     """What ``pdxfer config check`` says, with only these variables of ours."""
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("PDXFER_")}
-    command = [sys.executable, "-m", "pdxfer", "config", "check", *(["--config", path] if path else [])]
-    assert "good" in ran(*command, env={**environ, **(variables or {})}, cwd=DEPLOY.parent)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("PDXFER_")]:
+            patch.delenv(name)
+        for name, value in (variables or {}).items():
+            patch.setenv(name, value)
+        assert main(["config", "check", *(["--config", str(path)] if path else [])]) == 0
 
 
 def test_pdxfer_accepts_every_config(base, tmp_path):
@@ -219,6 +227,9 @@ def test_pdxfer_accepts_every_config(base, tmp_path):
     (tmp_path / "other.toml").write_text(re.sub(r"^# (\w+ = )", r"\1", text, flags=re.MULTILINE))
     assert (tmp_path / "other.toml").read_text() != text
     accepted(tmp_path / "other.toml")
+    (tmp_path / "slip.toml").write_text(text.replace("drain_s", "drian_s"))
+    with pytest.raises(AssertionError):
+        accepted(tmp_path / "slip.toml")
     for number, objects in enumerate((base, charted(**RDMA), charted(**INSECURE))):
         pod, config = agent_of(objects, "decode")
         (tmp_path / f"{number}.yaml").write_text(json.dumps(config))
@@ -404,6 +415,24 @@ def test_systemd_accepts_the_unit_and_finds_little_exposed(tmp_path):
     ran(analyze, "security", "--offline=true", "--threshold=15", unit)
     unit.write_text(unit.read_text().replace("User=pdxfer", "Usr=pdxfer"))
     assert "Usr" in ran(analyze, "verify", unit)
+
+
+def test_the_agent_tells_systemd(tmp_path):
+    folder = Path(tempfile.mkdtemp(prefix="n-"))  # sockets have short paths
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as told:
+        told.bind(str(folder / "notify"))
+        told.settimeout(60)
+        env = {**os.environ, "NOTIFY_SOCKET": str(folder / "notify")}
+        command = [sys.executable, "-m", "pdxfer", "agent", "--socket", str(folder / "a" / "s"), "--set", "admin="]
+        agent = subprocess.Popen(command, env=env, cwd=DEPLOY.parent)
+        try:
+            assert [told.recv(100) for _ in range(3)] == [b"READY=1", b"WATCHDOG=1", b"WATCHDOG=1"]
+            agent.terminate()
+            assert told.recv(100) in (b"WATCHDOG=1", b"STOPPING=1")
+            assert agent.wait(60) == 0
+        finally:
+            agent.kill()
+            shutil.rmtree(folder)
 
 
 def test_hadolint_finds_nothing_in_the_dockerfile():

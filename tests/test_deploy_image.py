@@ -91,6 +91,11 @@ try:
         seen["readyz"], seen["metrics"], seen["statusz"] = map(get, ("/readyz", "/metrics", "/statusz"))
         seen["stop"] = run(*told["stop"])
         seen["unready"], seen["live"] = until("", "NOT_SERVING"), health("live")
+    seen["again"], seen["ready again"] = run(*told["again"]), until("", "SERVING")
+    with create_agent(AgentConfig(worker="engine"), told["socket"]) as engine:  # its next life
+        engine.attach(layout, engine.allocate(layout.ranks[0]))
+        engine.start()
+        seen["drained"] = run(*told["stop"])
     agent.send_signal(signal.SIGTERM)
     seen["end"], seen["left"] = agent.wait(60), os.listdir("/run/pdxfer/agent")
 finally:
@@ -98,6 +103,7 @@ finally:
 print(json.dumps(seen))
 """
 POD_IP = "10.9.8.7"
+HOOKS = {"stop": "preStop", "again": "postStart"}
 
 
 def steps() -> tuple[list[str], dict[str, str], dict[str, str]]:
@@ -155,11 +161,12 @@ def test_the_pod_s_agent_runs_as_its_manifest_says(opt, tmp_path):
         shutil.copy(path, tmp_path / name)
     (tmp_path / "agent.yaml").write_text(json.dumps(config))
     (tmp_path / "driver.py").write_text(DRIVER)
+    hooks = {name: engine["lifecycle"][hook]["exec"]["command"] for name, hook in HOOKS.items()}
     env = {name: value.replace("$PATH", "/usr/bin:/bin") for name, value in steps()[2].items()}
     told = {
         "env": {**env, **environment(agent, podIP=POD_IP, name="prefill-0"), "KUBERNETES_SERVICE_HOST": "10.0.0.1"},
         "start": ["pdxfer", *agent["args"]],
-        "stop": engine["lifecycle"]["preStop"]["exec"]["command"],
+        **hooks,
         "socket": config["socket"],
     }
     command = ["/opt/pdxfer/bin/python", "-P", "/etc/pdxfer/driver.py"]
@@ -180,4 +187,5 @@ def test_the_pod_s_agent_runs_as_its_manifest_says(opt, tmp_path):
     assert {re.sub(r"(_seconds)_(bucket|sum|count)$", r"\1", name) for name in wanted} <= exported
     assert "\npdxfer_insecure 0.0\n" in seen["metrics"][1]
     assert (seen["stop"][0], seen["unready"], seen["live"]) == (0, True, "SERVING"), "a drain: unready, but alive"
+    assert (seen["again"][0], seen["ready again"], seen["drained"][0]) == (0, True, 0), "an engine that restarts alone"
     assert (seen["end"], seen["left"]) == (0, [])

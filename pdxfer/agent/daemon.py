@@ -20,7 +20,8 @@ so that routers look elsewhere; then offers and fetches are refused (DRAINING), 
 ``drain_s`` at most; then everything closes. The engine has to live as long: its pages are what is read. So drain
 *before* the engine is stopped: in Kubernetes ``pdxfer drain --wait`` is the engine container's preStop (a native
 sidecar gets its own SIGTERM only after the engine has gone), under systemd an ExecStop of the engine's unit, which
-says ``After=`` the sidecar's and so stops first.
+says ``After=`` the sidecar's and so stops first. When only the engine restarts, the daemon is still draining: its next
+life begins with ``pdxfer undrain`` (postStart, ExecStartPre), or could not attach.
 """
 
 from __future__ import annotations
@@ -140,6 +141,14 @@ class Daemon:
             agents = list(self.agents.values())
         for agent in agents:
             agent.drain()
+
+    def undrain(self) -> None:
+        """Take new work and engines again: a drain that was meant for an engine's restart is over. Idempotent."""
+        with self._changed:
+            self.draining = False
+            agents = list(self.agents.values())
+        for agent in agents:
+            agent.undrain()
 
     def underway(self) -> int:
         """Live leases and running fetches of all ranks."""

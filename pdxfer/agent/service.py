@@ -208,6 +208,10 @@ class Agent(ControlHandler):
         if self._server is not None:
             self._server.set_serving(False)
 
+    def undrain(self) -> None:
+        """Take new offers and fetches again; health follows when readiness is next looked at."""
+        self.draining = False
+
     def underway(self) -> int:
         """Offers with a live lease, and fetches that run."""
         with self._lock:

@@ -7,11 +7,13 @@ second one ends at once); SIGHUP reads the config again and takes over what may 
 from __future__ import annotations
 
 import logging
+import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -51,20 +53,31 @@ def agent(**sources: Any) -> int:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s")
     logging.getLogger("pdxfer").setLevel(loaded.config.log_level.upper())
     with _running(loaded) as (daemon, problems):
+        _tell_systemd("READY=1")
         while True:
             if not arrived.wait(_READY_S):
                 daemon.set_ready(not any(problems().values()))
+            _tell_systemd("WATCHDOG=1")
             arrived.clear()
             while signals:
                 if signals.pop(0) == signal.SIGHUP:
                     loaded = _reload(daemon, loaded, sources)
                     continue
+                _tell_systemd("STOPPING=1")
                 daemon.drain()
                 until_s = time.monotonic() + daemon.config.drain_s
                 while (left := daemon.underway()) and time.monotonic() < until_s and not signals:
                     arrived.wait(_POLL_S)
                 _log.info("ends with %d transfers underway", left)
                 return 0
+
+
+def _tell_systemd(state: str) -> None:
+    """Of a unit with Type=notify and WatchdogSec; nothing where nobody asked to be told."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if address:
+        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+            sock.sendto(state.encode(), f"\0{address[1:]}" if address.startswith("@") else address)
 
 
 @contextmanager
@@ -80,9 +93,13 @@ def _running(loaded: Loaded) -> Iterator[tuple[Daemon, Callable[[], Mapping[str,
         made[0].drain()
         return {"draining": True, "underway": made[0].underway()}
 
+    def undrained(_: Mapping[str, str]) -> Mapping[str, Any]:
+        made[0].undrain()
+        return {"draining": False, "underway": made[0].underway()}
+
     with Observer(
         config=lambda: {key: value for key, value, _ in loaded.rows()},
-        actions={"drain": drained},
+        actions={"drain": drained, "undrain": undrained},
         listeners=tracing_listeners(),
         draining=lambda: bool(made) and made[0].draining,
     ) as observer:

@@ -47,6 +47,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "status": ("pdxfer.cli.operate:status", "Show whether a running agent is ready, and what it does."),
     "top": ("pdxfer.cli.top:top", "Watch a running agent in the terminal."),
     "transfers": ("pdxfer.cli.operate:transfers", "List the transfers that a running agent remembers."),
+    "undrain": ("pdxfer.cli.operate:undrain", "Have a drained agent take new work and engines again."),
     "version": ("pdxfer.cli.main:version", "Show the version and which optional parts are installed."),
 }
 

@@ -1,4 +1,4 @@
-"""Commands that ask a running agent: status, peers, slots, transfers, explain, ping, drain.
+"""Commands that ask a running agent: status, peers, slots, transfers, explain, ping, drain, undrain.
 
 In comes the admin address; out come tables, or the admin's own JSON. Only the standard library is imported, so that a
 probe or a preStop hook costs little.
@@ -36,6 +36,7 @@ __all__ = [
     "status",
     "table",
     "transfers",
+    "undrain",
     "with_admin",
 ]
 
@@ -283,3 +284,11 @@ def drain(admin: str, as_json: bool, wait: bool, timeout: float) -> int:
             found["underway"] = 0
     _print(as_json, found, lambda: f"draining, {found['underway']} underway")
     return 1 if wait and found["underway"] else 0
+
+
+@click.command()
+@with_admin
+def undrain(admin: str, as_json: bool) -> None:
+    """Have a drained agent take new work and engines again, as when only its engine restarts."""
+    found = ask(admin, "/undrain", method="POST")
+    _print(as_json, found, lambda: "not draining")

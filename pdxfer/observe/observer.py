@@ -41,8 +41,8 @@ class Observer:
 
     Args:
         config: what ``/configz`` shows; by default the agents' own configs. What looks like a secret is not shown.
-        actions: by name, what a POST does beside ping and drain (or in their place): takes the query's fields, returns
-            JSON (drain: draining, underway), may raise PdxferError.
+        actions: by name, what a POST does beside ping, drain and undrain (or in their place): takes the query's fields,
+            returns JSON (the latter two: draining, underway), may raise PdxferError.
         listeners: who else hears of every agent's transfers. draining: of the whole process, also without an agent.
     """
 
@@ -56,7 +56,7 @@ class Observer:
     ) -> None:
         self.started_at, self.version = time.time(), _version()
         self.readiness = Readiness(lambda: self.agents, draining)
-        self.actions = {"ping": self._ping, "drain": self._drain, **(actions or {})}
+        self.actions = {"ping": self._ping, "drain": self._drain, "undrain": self._undrain, **(actions or {})}
         self.metrics = Metrics(self)
         self.listeners: tuple[Listener, ...] = (self.readiness.window, self.metrics, *listeners)
         self._config = config
@@ -129,6 +129,11 @@ class Observer:
         for agent in self.agents:
             agent.drain()
         return {"draining": True, "underway": sum(agent.underway() for agent in self.agents)}
+
+    def _undrain(self, fields: Mapping[str, str]) -> Mapping[str, Any]:
+        for agent in self.agents:
+            agent.undrain()
+        return {"draining": False, "underway": sum(agent.underway() for agent in self.agents)}
 
     def status(self) -> dict[str, Any]:
         """Everything, as JSON."""

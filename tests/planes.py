@@ -79,6 +79,11 @@ def listening():
     return {c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN}
 
 
+def receive_on(channel):
+    while True:
+        channel.receive(timeout_s=LONG_S).release()
+
+
 def post(channel, frames):
     """Make a channel send what it should not."""
     channel._io.call(lambda: channel._line.post(frames))
@@ -197,10 +202,13 @@ class PlaneSuite(TransportConformance):
                         assert message.payload == bytes([fill]) * MIB
                     if not _:
                         channel.close()
+                for _ in range(20):  # so that payloads are underway when it dies
+                    channel.send_all(b"ask", timeout_s=LONG_S)
+                channel.receive(timeout_s=LONG_S)
                 child.kill()
                 child.wait()
                 with pytest.raises(TransportError):
-                    channel.receive(timeout_s=LONG_S)
+                    receive_on(channel)
 
     def test_a_lying_peer_loses_its_channel_only(self):
         lies = [

@@ -62,11 +62,12 @@ _BUILT_IN = {
     "nixl": _BuiltIn(module="pdxfer.transport.nixl", name="NixlTransport", install="pdxfer[nixl]"),
     "shm": _BuiltIn(module="pdxfer.transport.shm", name="ShmTransport"),
     "tcp": _BuiltIn(module="pdxfer.transport.tcp", name="TcpTransport", install="pyzmq"),
+    "ucx": _BuiltIn(module="pdxfer.transport.ucx", name="UcxTransport", install="pdxfer[ucx]"),
 }
 
 
 #: Those whose listeners are ZMQ's, with its options: ``curve``, ``curve_keys``, ``insecure``, ``contact_host`` ...
-NETWORK_SCHEMES = frozenset({"gloo", "nccl", "nixl", "tcp"})
+NETWORK_SCHEMES = frozenset({"gloo", "nccl", "nixl", "tcp", "ucx"})
 
 
 def known_schemes() -> dict[str, str]:

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from pdxfer.errors import ExhaustedError, MisuseError, PdxferError, TransportError
 from pdxfer.transport.base import Deadline
-from pdxfer.transport.links import Link, Move
+from pdxfer.transport.links import Link, Move, refuse_beside
 from pdxfer.transport.planes import PlaneChannel, PlaneTransport
 from pdxfer.transport.regions import Closable, Region, RegionDescriptor, RemoteRegion, parse_fields
 from pdxfer.transport.runs import Runs, check_runs
@@ -370,6 +370,7 @@ def _address_of(view: memoryview) -> int:
 
 def _load() -> Any:
     """NIXL's Python API under whichever name it is installed; raises ImportError."""
+    refuse_beside("ucxx")
     for name in _MODULES:
         first = name not in sys.modules
         try:

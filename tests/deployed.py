@@ -42,7 +42,8 @@ def tool(name: str) -> str:
     found = shutil.which(name, path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if found is None:
         from_ci = from_pip or ("prom" in name and "prometheus" in (DEPLOY.parent / ".ci" / "run").read_text())
-        reason = f"{name} is missing ({'dependency group deploy' if from_pip else 'of Debian: prometheus, systemd'})"
+        where = "the dependency group deploy" if from_pip else "Debian's prometheus, systemd, iproute2"
+        reason = f"{name} is missing, of {where}"
         if from_ci and os.environ.get("PDXFER_REQUIRE_OPTIONAL") == "1":
             pytest.fail(f"{reason} (PDXFER_REQUIRE_OPTIONAL=1)", pytrace=False)
         pytest.skip(reason)

@@ -17,7 +17,7 @@ import pytest
 
 from tests.certificates import Authority
 from tests.conftest import require
-from tests.deployed import DEPLOY, agent_of, container, environment, kustomized, metrics_in, queries, ran
+from tests.deployed import DEPLOY, agent_of, container, environment, kustomized, metrics_in, queries, ran, tool
 
 USER = 65532
 #: Unshares mounts, and with them the program's whole world; then ``$@`` runs.
@@ -132,6 +132,7 @@ def in_world(opt: Path, *command: str, pod: str = "", env: Mapping[str, str] = o
 def opt(tmp_path_factory):
     """/opt of the image, made by the Dockerfile's own lines from what it copies."""
     require("yaml")
+    tool("ip")
     probe = subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False)
     if os.getuid() or probe.returncode:
         pytest.skip("needs to be root, with leave to unshare mounts")

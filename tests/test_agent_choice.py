@@ -6,11 +6,13 @@ import logging
 import math
 import os
 from dataclasses import astuple, replace
+from types import SimpleNamespace
 
 import pytest
 
 from pdxfer.agent import AgentConfig, service
 from pdxfer.agent.choice import LinkRates, Rates, Work, estimates, pick, preference
+from pdxfer.agent.peers import Layouts, Peers
 from pdxfer.agent.probe import link_rates, memory_rates
 from pdxfer.builders import Parallel
 from pdxfer.errors import MisuseError
@@ -146,3 +148,21 @@ def test_names_of_transports():
         AgentConfig(worker="w", transports=("auto", "tcp"))
     assert AgentConfig(worker="w", transports="auto").transports == ("auto",)
     assert AgentConfig(worker="w", transports=("auto",), transport_options={"shm": {"readers": "any"}})
+
+
+def test_what_only_loopback_reaches_is_tried_last_with_another_host():
+    with create_transport("tcp") as tcp, create_transport("memory") as plane:
+        plane.__class__ = type("Plane", (type(plane),), {"scheme": "plane", "reaches_hosts": False})
+        peers = Peers(lambda digest: None, Layouts(), {"plane": plane, "tcp": tcp}, "our host", 5.0)
+
+        def order(host: str, *addresses: str) -> list[str]:
+            peer = SimpleNamespace(address="a", description=SimpleNamespace(host=host, transports=addresses))
+            return [address for _, address in peers._ordered(peer, lambda: work(4096))[2]]
+
+        confined, here, there = "plane://10.0.0.7:1", "tcp://127.0.0.1:2/aa", "tcp://10.0.0.7:3/aa"
+        assert order("our host", confined, here) == [confined, here]
+        assert order("another", confined, there) == [there, confined], "the plane can't leave this host"
+        assert order("another", here, there) == [there, here]
+        assert order("another", "tcp://[::1]:2", "tcp://[fe80::1]:2") == ["tcp://[fe80::1]:2", "tcp://[::1]:2"]
+        assert order("another", here) == [here], "a container beside ours, whose loopback is ours, too"
+        peers.close()

@@ -213,6 +213,33 @@ def test_frames_that_are_none_end_their_own_connection_alone(directory):
         assert daemon.agents == {}
 
 
+def test_an_engine_that_attaches_at_the_second_try_ends_with_the_daemon(directory):
+    layout = layouts(Parallel(), Parallel())[0]
+    with Daemon(DaemonConfig(socket=f"{directory}/p/s")) as daemon, SidecarAgent(daemon.config.socket) as engine:
+        engine.attach(layout, [np.zeros(region.nbytes, np.uint8) for region in layout.ranks[0].regions])
+        daemon.draining = True
+        with pytest.raises(PeerError):
+            engine.start()
+        daemon.draining = False
+        bad = {"rank": 0, "worker": "w", "layout": b"no layout", "epoch": bytes(16), "key": bytes(32)}
+        with pytest.raises(PdxferError):
+            engine._pipe.ask("attach", bad, 30.0)
+        engine.start()
+        (attached,) = daemon._engines
+        daemon.close()
+        assert not attached.is_alive()
+        assert daemon.agents == {}
+
+
+def test_a_fetch_that_can_t_even_begin_says_so_at_once(directory):
+    with both(directory) as (source, target):
+        ticket = source.offer("one", TOKENS)
+        target.reserve("one", TOKENS)
+        with pytest.raises(MisuseError, match="can't be fetched"):
+            target.agents[0].fetch(ticket, target.ranks[0].tables["one"], speed="high")
+        target.fetch(ticket, "one")[0].release()
+
+
 # ---------------------------------------------------------------- death
 
 

@@ -73,8 +73,9 @@ class Attached(threading.Thread):
             self._fetches, self._received, self._unsettled = {}, {}, {}
             _log.info("rank %d is detached", self._rank)
         self.pipe.close()  # the engine may use its pages from here on
-        self._owner.give_up(self, self._rank, agent)
+        self._owner.forget(self)
         if agent is not None:
+            self._owner.give_up(self._rank, agent)
             with suppress(MisuseError):  # it may have ended before there was any
                 agent.memory.forget()
             self._owner.tidy_soon()
@@ -145,7 +146,7 @@ class Attached(threading.Thread):
         except BaseException:
             agent.close()
             self._agent = None
-            self._owner.give_up(self, rank, agent)
+            self._owner.give_up(rank, agent)
             raise
         finally:
             self._close_regions()
@@ -196,10 +197,11 @@ class Attached(threading.Thread):
 
         try:
             self._fetches[fetch] = self.agent.start_fetch(ticket, tables, on_done=on_done, **how)
-        except PdxferError as error:
+        except Exception as error:
             if answered:
                 raise
-            self._say("fetched", fetch=fetch, error=error_to(error), settled=True)
+            known = error if isinstance(error, PdxferError) else MisuseError(f"this can't be fetched: {error}")
+            self._say("fetched", fetch=fetch, error=error_to(known), settled=True)
         begun.set()
 
     def do_cancel(self, fetch: int, why: str) -> None:

@@ -240,15 +240,19 @@ class Daemon:
             self._tidy = None
         gc.collect()
 
-    def give_up(self, engine: Attached, rank: int, agent: Agent | None) -> None:
-        """An engine is gone, and its agent closed."""
-        if self._watch is not None and agent is not None:
+    def give_up(self, rank: int, agent: Agent) -> None:
+        """A rank's agent has closed."""
+        if self._watch is not None:
             self._watch.remove(agent)
         with self._changed:
-            self._engines.discard(engine)
-            if agent is not None and self.agents.get(rank) is agent:
+            if self.agents.get(rank) is agent:
                 del self.agents[rank]
             self._changed.notify_all()
+
+    def forget(self, engine: Attached) -> None:
+        """An engine is gone."""
+        with self._changed:
+            self._engines.discard(engine)
 
 
 def _listen(path: str) -> socket.socket:

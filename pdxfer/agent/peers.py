@@ -6,11 +6,13 @@ are kept for the next transfer. It knows no transfer.
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from pdxfer.agent.choice import Choice, Work, estimates, pick
@@ -236,6 +238,8 @@ class Peers:
             for address in peer.description.transports
             if address.startswith(f"{scheme}://") and (near or scheme != "shm")
         ]
+        if not near:  # containers of one pod are unlike hosts, too, but share its loopback: last, and not never
+            common.sort(key=lambda candidate: _stays(self._transports[candidate[0]], candidate[1]))
         if not self._auto or len({scheme for scheme, _ in common}) < 2:
             return ("the first of ours that both have" if len(common) > 1 else "the only one in common"), {}, common
         if not near:
@@ -321,6 +325,14 @@ class Peers:
             channel.close()
         for client in clients:
             client.close()
+
+
+def _stays(transport: Transport, address: str) -> bool:
+    """Whether this way ends at its own host: a loopback address, or a plane that may not leave."""
+    host = address.partition("://")[2].partition("/")[0].rpartition(":")[0].strip("[]")
+    with suppress(ValueError):
+        return not transport.reaches_hosts or ipaddress.ip_address(host).is_loopback
+    return not transport.reaches_hosts or host == "localhost"
 
 
 def _alive(idle: PeerChannel) -> bool:

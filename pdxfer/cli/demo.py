@@ -31,7 +31,7 @@ _MODELS = ("falcon-h1", "kimi-linear", "nemotron-h", "qwen3-next")
 _VLLM_MODELS = ("deepseek-v3", "llama", "qwen3-next")
 
 # option -> the engine that alone has it
-_TRANSPORTS = ("auto", "shm", "tcp", "nixl", "ucx", "nccl")
+_TRANSPORTS = ("auto", "shm", "tcp", "nixl", "ucx", "gloo", "nccl")
 _ONLY = {
     "every": "transformers",
     "sidecar": "transformers",

@@ -315,6 +315,7 @@ class Transport(Closable):
     Attributes:
         scheme: of its addresses.
         insecure_listeners: how many addresses were opened to other hosts without saying who may come.
+        reaches_hosts: whether its bytes may leave this host; else peers of others are called by it last.
         can_export: whether ``export_region`` works, so that peers can read registered memory themselves.
         same_user: whether whoever is at the other end surely runs as our user, by the kernel's word. Then a transfer
             may be opened on the channel itself; else only by control, which knows how to check who asks.
@@ -323,6 +324,7 @@ class Transport(Closable):
     scheme: ClassVar[str]
     can_export: ClassVar[bool]
     same_user: ClassVar[bool] = False
+    reaches_hosts: bool = True
 
     def __init__(self) -> None:
         self._owned: dict[Closable, None] = {}

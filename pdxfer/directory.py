@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import fcntl
 import os
+import socket
+import stat
 import tempfile
 from contextlib import suppress
 
-__all__ = ["PrivateDirectory"]
+from pdxfer.errors import MisuseError
+
+__all__ = ["PrivateDirectory", "clear_stale_socket", "remove_socket"]
 
 _ATTEMPTS = 10
 
@@ -87,3 +91,30 @@ def _sweep(base: str, prefix: str, file: str) -> None:
         with suppress(OSError):
             if os.lstat(path).st_uid == os.geteuid() and (lock := _try_lock(path)) is not None:
                 _remove(os.path.join(path, file), lock)
+
+
+def clear_stale_socket(path: str) -> None:
+    """Remove what a dead server left; refuse when a living one answers, or when it is not a socket (MisuseError)."""
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise MisuseError(f"{path!r} exists and is not a socket", hint="choose another path")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)
+            return
+        except OSError as error:
+            raise MisuseError(f"can't tell whether a server listens at {path!r}: {error}") from error
+    raise MisuseError(f"another server listens at {path!r}", hint="stop it or choose another path")
+
+
+def remove_socket(path: str, inode: int) -> None:
+    """Unlink our own socket, never one that somebody has put there since."""
+    with suppress(OSError):
+        if os.stat(path).st_ino == inode:
+            os.unlink(path)

@@ -88,6 +88,12 @@ def test_sizes(text, found):
     assert config.agent.arena_bytes == found
 
 
+def test_a_transport_that_nobody_knows_is_refused_before_any_engine_comes():
+    with pytest.raises(MisuseError, match=r"transports has \['warp'\]; known are auto, gloo, "):
+        load_config(flags={"agent.transports": "shm,warp"}, environ={})
+    assert load_config(flags={"agent.transports": "auto"}, environ={}).config.agent.transports == ("auto",)
+
+
 @pytest.mark.parametrize(
     ("text", "found"), [("250ms", 0.25), ("30s", 30.0), ("2m", 120.0), ("1h", 3600.0), ("0.5", 0.5)]
 )

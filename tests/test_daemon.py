@@ -177,7 +177,7 @@ def test_only_this_user_s_private_directory_will_do(directory):
         Daemon(DaemonConfig(socket=f"{directory}/s"))
     with Daemon(DaemonConfig(socket=f"{directory}/p/s")) as daemon:
         assert os.stat(f"{directory}/p").st_mode & 0o777 == 0o700
-        with pytest.raises(MisuseError, match="another daemon"):
+        with pytest.raises(MisuseError, match="another server"):
             Daemon(daemon.config)
     assert os.listdir(f"{directory}/p") == []
     with pytest.raises(PeerError) as caught:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections import Counter
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import pytest
 
@@ -370,6 +372,31 @@ def test_a_taken_port_is_misuse(both):
     *_, observer = both
     with Admin(observer, "127.0.0.1:0") as admin, pytest.raises(MisuseError, match="can't be bound"):
         Admin(observer, admin.url.removeprefix("http://"))
+
+
+def answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as asking:
+        asking.connect(str(path))
+        asking.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        return b" 200 " in asking.recv(64)
+
+
+def test_a_socket_of_a_living_admin_stays_and_that_of_a_dead_one_goes(both, tmp_path):
+    *_, observer = both
+    path = tmp_path / "a"
+    with Admin(observer, f"unix://{path}"):
+        with pytest.raises(MisuseError, match="can't be bound"):
+            Admin(observer, f"unix://{path}")
+        assert answers(path), "it is the first one's"
+    assert not path.exists()
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.bind(str(path))
+    with Admin(observer, f"unix://{path}"):
+        assert answers(path)
+    path.write_text("a file")
+    with pytest.raises(MisuseError, match="not a socket"):
+        Admin(observer, f"unix://{path}")
+    assert path.read_text() == "a file"
 
 
 def test_secrets_are_not_shown(both):

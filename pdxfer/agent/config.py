@@ -16,7 +16,7 @@ from pdxfer.agent.quotas import Quotas
 from pdxfer.control import Tls
 from pdxfer.errors import MisuseError
 from pdxfer.packing import KERNELS, native_available
-from pdxfer.transport import WINDOW_MESSAGES
+from pdxfer.transport import WINDOW_MESSAGES, known_schemes
 
 __all__ = ["RELOADABLE", "AgentConfig", "DaemonConfig", "Incarnation", "shifted"]
 
@@ -146,6 +146,9 @@ class DaemonConfig:
             raise MisuseError(f"log_level must be debug, info, warning or error, not {self.log_level!r}")
         if not 0 <= self.drain_s < 86_400:
             raise MisuseError(f"drain_s must be at least 0 and less than a day, not {self.drain_s}")
+        known = {"auto", *known_schemes()}  # else the first engine would find out, and the daemon be ready before
+        if unknown := [scheme for scheme in self.agent.transports if scheme not in known]:
+            raise MisuseError(f"agent.transports has {unknown}; known are {', '.join(sorted(known))}")
 
     def of_rank(self, rank: int, worker: str) -> AgentConfig:
         """The config of one attached rank's agent."""

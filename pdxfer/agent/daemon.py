@@ -30,7 +30,6 @@ import gc
 import logging
 import os
 import socket
-import stat
 import threading
 import time
 from contextlib import suppress
@@ -42,6 +41,7 @@ from pdxfer.agent.config import DaemonConfig
 from pdxfer.agent.frames import Pipe, check_private
 from pdxfer.agent.service import Agent
 from pdxfer.control import ControlServer
+from pdxfer.directory import clear_stale_socket, remove_socket
 from pdxfer.errors import MisuseError, PdxferError
 from pdxfer.messages import ControlHandler
 
@@ -183,9 +183,7 @@ class Daemon:
 
     def _unlink(self) -> None:
         self._socket.close()
-        with suppress(OSError):
-            if os.stat(self.config.socket).st_ino == self._inode:
-                os.unlink(self.config.socket)
+        remove_socket(self.config.socket, self._inode)
 
     def __enter__(self) -> Daemon:
         self.start()
@@ -260,13 +258,7 @@ def _listen(path: str) -> socket.socket:
     try:
         os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
         check_private(os.path.dirname(path))
-        with suppress(FileNotFoundError):
-            if not stat.S_ISSOCK(os.lstat(path).st_mode):
-                raise MisuseError(f"{path} is there and no socket", hint="choose another path")
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-                if not probe.connect_ex(path):
-                    raise MisuseError(f"another daemon listens at {path}", hint="stop it, or choose another socket")
-            os.unlink(path)
+        clear_stale_socket(path)
         sock.bind(path)
         os.chmod(path, 0o600)
         sock.listen(64)

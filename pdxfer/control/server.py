@@ -31,6 +31,7 @@ from grpc_reflection.v1alpha import reflection
 from pdxfer.control.convert import METHODS, SERVICE, Method, encode_error
 from pdxfer.control.endpoint import MAX_MESSAGE_BYTES, SHARED_OPTIONS, Endpoint
 from pdxfer.control.tls import LOCAL, Caller, Credentials
+from pdxfer.directory import clear_stale_socket, remove_socket
 from pdxfer.errors import DeadlineError, InternalError, MisuseError, PdxferError, TicketError
 from pdxfer.messages import ControlHandler, Describe
 from pdxfer.trace import HEADER, current, traceparent
@@ -140,7 +141,7 @@ class ControlServer:
             self._server.stop(grace_s).wait(grace_s + 5.0)
             self._join_workers(1.0)
             for path, inode in self._sockets:
-                _remove_socket(path, inode)
+                remove_socket(path, inode)
             # Its completion queue holds file descriptors for as long as it exists.
             del self._server
 
@@ -174,7 +175,7 @@ class ControlServer:
     def _bind(self, endpoint: Endpoint, insecure: bool) -> None:
         if endpoint.path:
             _prepare_directory(os.path.dirname(endpoint.path))
-            _clear_stale_socket(endpoint.path)
+            clear_stale_socket(endpoint.path)
         else:
             endpoint, exposed = _permitted(endpoint, self._credentials is not None or insecure)
             if exposed and self._credentials is None:
@@ -302,33 +303,6 @@ def _prepare_directory(path: str) -> None:
             f"directory {path!r} of the control socket has owner {info.st_uid} and mode {mode:04o}",
             hint="use a directory of your own with mode 0700: it is what keeps other users away from the socket",
         )
-
-
-def _clear_stale_socket(path: str) -> None:
-    """Remove what a dead server left; refuse when a living one answers, or when it is not a socket."""
-    try:
-        mode = os.lstat(path).st_mode
-    except FileNotFoundError:
-        return
-    if not stat.S_ISSOCK(mode):
-        raise MisuseError(f"{path!r} exists and is not a socket", hint="choose another path")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(1.0)
-        try:
-            probe.connect(path)
-        except ConnectionRefusedError:
-            os.unlink(path)
-            return
-        except OSError as error:
-            raise MisuseError(f"can't tell whether a server listens at {path!r}: {error}") from error
-    raise MisuseError(f"another server listens at {path!r}", hint="stop it or choose another path")
-
-
-def _remove_socket(path: str, inode: int) -> None:
-    """Unlink our own socket, never one that somebody has put there since."""
-    with contextlib.suppress(FileNotFoundError):
-        if os.stat(path).st_ino == inode:
-            os.unlink(path)
 
 
 def _permitted(endpoint: Endpoint, allowed: bool) -> tuple[Endpoint, bool]:

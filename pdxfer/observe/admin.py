@@ -33,6 +33,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
+from pdxfer.directory import clear_stale_socket, remove_socket
 from pdxfer.errors import MisuseError, PdxferError
 
 if TYPE_CHECKING:
@@ -99,16 +100,17 @@ class _Server(ThreadingHTTPServer):
 
 class _UnixServer(_Server):
     address_family = socket.AF_UNIX
+    _inode = 0
 
     def server_bind(self) -> None:
         path = str(self.server_address)
-        if os.path.exists(path):
-            raise OSError(0, "something is there already")
+        clear_stale_socket(path)
         before = os.umask(0o177)
         try:
             self.socket.bind(path)
         finally:
             os.umask(before)
+        self._inode = os.stat(path).st_ino
         self.server_name, self.server_port = "localhost", 0
 
     def get_request(self) -> tuple[socket.socket, Any]:
@@ -117,8 +119,8 @@ class _UnixServer(_Server):
 
     def server_close(self) -> None:
         super().server_close()
-        if os.path.exists(str(self.server_address)):
-            os.unlink(str(self.server_address))
+        if self._inode:
+            remove_socket(str(self.server_address), self._inode)
 
 
 class _Server6(_Server):
@@ -135,8 +137,8 @@ def _server(observer: Observer, listen: str, probes_only: bool) -> _Server:
         kind, address = _Server6 if ":" in host else _Server, (host, port)
     try:
         server = kind(address, _Handler)
-    except (OSError, OverflowError) as error:
-        what = getattr(error, "strerror", "") or error
+    except (OSError, OverflowError, MisuseError) as error:
+        what = getattr(error, "message", "") or getattr(error, "strerror", "") or error
         raise MisuseError(f"the admin address {listen!r} can't be bound: {what}") from error
     server.observer, server.probes_only = observer, probes_only
     where = server.server_address

@@ -121,6 +121,27 @@ def test_what_ended_last_is_remembered_longest(monkeypatch):
         source.agents[0].withdraw("three")
 
 
+def test_what_a_thread_still_packs_is_not_forgotten(monkeypatch):
+    """Its transfer was ended, and beyond the bound of what is remembered: its pages were then taken for quiet."""
+    monkeypatch.setattr("pdxfer.agent.source._ENDED_MAX", 1)
+    with pair(*layouts(Parallel(), Parallel()), mode="packed") as (source, target):
+        ticket = source.offer("one", TOKENS)
+        peer, message = _asked(target, source, ticket)
+        opened = peer.client.open(message, timeout_s=5.0)
+        (record,) = source.agents[0].source._records.values()
+        session = record.sessions[opened.session]
+        record.hold, hold = None, record.hold  # as a share of a fan-out has none
+        assert session._busy.acquire(blocking=False)  # as its thread does for the time of one chunk
+        record.offer.end("aborted")
+        for key in ("two", "three"):
+            hand_over(source, target, key)
+        assert record in source.agents[0].source._records.values()
+        session.close()
+        session._busy.release()
+        record.hold = hold
+        source.agents[0].source._give_up(record)
+
+
 class Cut(Tap):
     """The channel breaks as the target says Done, and somebody has closed the client meanwhile."""
 

@@ -523,7 +523,7 @@ class Source:
         self._records.move_to_end(key)
         for old in list(self._records) if len(self._records) > _ENDED_MAX else ():
             candidate = self._records[old]
-            if candidate.offer.ended and candidate not in self._quarantined:
+            if candidate.offer.ended and candidate not in self._quarantined and candidate.quiet():
                 del self._records[old]
                 for session in candidate.session_names:
                     self._by_session.pop(session, None)

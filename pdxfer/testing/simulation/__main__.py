@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 import time
 from collections import Counter
@@ -24,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
     for seed in range(options.seed, options.seed + options.seeds):
         if options.seconds and time.monotonic() - began_s > options.seconds:
             break
-        reports.append(simulate(seed, options.transfers))
+        reports.append(simulate(seed, options.transfers, faults=options.fault, stories=options.story))
         _progress(reports[-1], len(reports), options, time.monotonic() - began_s)
         if reports[-1].errors and not options.keep_going:
             break
@@ -37,6 +38,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", type=int, default=1, help="how many, from --seed on")
     parser.add_argument("--seed", type=int, default=0, help="the first one")
     parser.add_argument("--transfers", type=int, default=1000, help="of each seed")
+    parser.add_argument("--fault", action="append", default=[], help="only this one, in every round; may be repeated")
+    parser.add_argument("--story", action="append", default=[], help="only this one; may be repeated")
     parser.add_argument("--seconds", type=float, default=0.0, help="begin no seed after so long; 0 is no limit")
     parser.add_argument("--keep-going", action="store_true", help="go on after a seed that failed")
     parser.add_argument("--json", action="store_true", help="print the result, seeds that failed in full, as JSON")
@@ -51,6 +54,8 @@ def _progress(report: Report, done: int, options: argparse.Namespace, spent_s: f
         print(f"  {error}", file=sys.stderr)
     if report.errors:
         command = f"python -m pdxfer.testing.simulation --seed {report.seed} --transfers {options.transfers}"
+        chosen = [("--fault", f) for f in options.fault] + [("--story", s) for s in options.story]
+        command += "".join(f" {option} {shlex.quote(name)}" for option, name in chosen)
         print(f"  reproduce: {command}", file=sys.stderr, flush=True)
 
 

@@ -44,7 +44,7 @@ class Request:
     def __init__(self, sim: Simulation, number: int) -> None:
         self.sim, self.world, self.random = sim, sim.world, sim.world.random
         self.key, self.transfer = f"r{number}", sim.transfer_name(number)
-        self.story = self.random.choices(list(STORIES), list(STORIES.values()))[0]
+        self.story = self.random.choices(list(sim.stories), list(sim.stories.values()))[0]
         if self.transfer != self.key:
             self.story = "outlived"  # a name that was used before: its old ticket must not open the new offer
         self.tokens = min(self.random.randint(1, 48), self.random.randint(1, 48))
@@ -112,7 +112,7 @@ class Request:
         self.ended[rank] = outcome
         rank.expect(held, "a source's page was changed")
         self.sim.check_free(rank, held)
-        self.sim.check_unread(rank, transfer)
+        self.sim.check_unread(rank, held)
         rank.give_back(held)
 
     def _await_sources(self) -> None:
@@ -238,7 +238,7 @@ class Request:
             self._use(rank, held, fetch, received, must_fail)
         if rank.alive:
             self.sim.await_free(rank, held)
-            self.sim.check_unread(rank, fetch.ticket.transfer if fetch is not None else "")
+            self.sim.check_unread(rank, held)
             rank.promised.pop(held.names, None)
             rank.give_back(held)
 

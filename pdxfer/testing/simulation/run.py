@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
+import numpy as np
+
 from pdxfer import packing
 from pdxfer.agent.serve import SourceSession
 from pdxfer.agent.service import Agent
+from pdxfer.errors import MisuseError
 from pdxfer.testing.simulation.network import CALL_FAULTS, MESSAGE_FAULTS, Network
-from pdxfer.testing.simulation.requests import LEASE_S, Gone, Request
+from pdxfer.testing.simulation.requests import LEASE_S, STORIES, Gone, Request
 from pdxfer.testing.simulation.threads import installed
 from pdxfer.testing.simulation.virtual import Killed, World
 from pdxfer.testing.simulation.worker import Held, Rank, Worker
@@ -29,6 +32,7 @@ __all__ = ["Report", "Simulation", "simulate"]
 _ROUND = 60  # requests
 _AT_ONCE = 5
 _GENTLE = ("delay", "cut_call", "cut_answer", "repeat_call", "lose_closed")
+_OTHER_FAULTS = ("lose_closed", "refuse", "stall", "crash", "crash both", "leap")
 _REMEMBERED = 24  # transfers that a source remembers after their end, so that forgetting is exercised, too
 
 
@@ -82,16 +86,26 @@ class _Bound(NamedTuple):
 
 
 class Simulation:
-    """One seed's world."""
+    """One seed's world.
 
-    def __init__(self, seed: int, transfers: int) -> None:
-        self.seed, self.transfers = seed, transfers
+    Args:
+        faults: only these, in every round, and often; () draws them by rounds. stories: only these.
+    """
+
+    def __init__(self, seed: int, transfers: int, *, faults: Sequence[str] = (), stories: Sequence[str] = ()) -> None:
+        self.seed, self.transfers, self.faults = seed, transfers, tuple(faults)
+        known = (*MESSAGE_FAULTS, *CALL_FAULTS, *_OTHER_FAULTS)
+        if unknown := {*faults} - {*known} | {*stories} - {*STORIES}:
+            raise MisuseError(
+                f"no such fault or story: {sorted(unknown)}", hint=f"known: {', '.join([*known, *STORIES])}"
+            )
+        self.stories = {name: n for name, n in STORIES.items() if not stories or name in stories}
         self.world = World(seed)
         self.network = Network(self.world)
         self.random = self.world.random
         self.known: list[tuple[str, int]] = []
         self.old_tickets: dict[str, str] = {}
-        self.reading: Counter[tuple[bool, int, str]] = Counter()
+        self.reading: Counter[tuple[bool, int, int]] = Counter()
         self.served: Counter[tuple[str, Any]] = Counter()
         self.outcomes: Counter[str] = Counter()
         self.number = self._uses = 0
@@ -161,10 +175,10 @@ class Simulation:
         if left := held.names & rank.agent.memory.ledger._users.keys():
             self.fail(f"{rank.name}: {held.key} has ended, but {sorted(left)[:3]} are still in use")
 
-    def check_unread(self, rank: Rank, transfer: str) -> None:
-        """No thread of the agent may be packing pages that it has given back."""
-        if self.reading[rank.worker is self.target, rank.rank, transfer]:
-            self.fail(f"{rank.name}: pages of {transfer} are free, and a thread still reads them")
+    def check_unread(self, rank: Rank, held: Held) -> None:
+        """No thread of the agent may be packing pages that it has given back (each request has a slot of its own)."""
+        if self.reading[rank.worker is self.target, rank.rank, int(held.tables["state"][0])]:
+            self.fail(f"{rank.name}: pages of {held.key} are free, and a thread still reads them")
 
     def await_free(self, rank: Rank, held: Held) -> None:
         """A fetch has ended: its pages are free, or will be soon."""
@@ -188,7 +202,7 @@ class Simulation:
         step, gather = Ledger._step, SourceSession._gather
 
         def watched_gather(session: SourceSession, *chunk: Any) -> Any:
-            name = (session.program.edge.relay, session.program.edge.source, session.transfer)
+            name = (session.program.edge.relay, session.program.edge.source, int(session.source.tables["state"][0]))
             self.reading[name] += 1
             try:
                 return gather(session, *chunk)
@@ -240,7 +254,7 @@ class Simulation:
         self._ledgers[made.agent.memory.ledger] = made
 
     def _round(self, requests: int) -> None:
-        kind = self.random.choice(("clean", "gentle", "rough", "rough"))
+        kind = "rough" if self.faults else self.random.choice(("clean", "gentle", "rough", "rough"))
         self._set_faults(kind)
         last = self.number + requests
         workers = [self.world.spawn(self.world.outside, self._work, last, name="requests") for _ in range(_AT_ONCE)]
@@ -256,14 +270,16 @@ class Simulation:
 
     def _set_faults(self, kind: str) -> None:
         r, network = self.random, self.network
-        self.gentle = kind != "rough"
+        self.gentle = kind != "rough" or (bool(self.faults) and {*self.faults} <= {*_GENTLE})
         network.rates, self.world.stall = {}, 0.0
         if kind == "gentle":
             network.rates = {name: 0.1 for name in _GENTLE if r.random() < 0.5}
         elif kind == "rough":
             chosen = [name for name in (*MESSAGE_FAULTS, *CALL_FAULTS, "refuse") if r.random() < 0.25]
             network.rates = {name: r.choice((0.005, 0.03)) for name in chosen}
-            if r.random() < 0.25:
+            if self.faults:
+                network.rates = dict.fromkeys(self.faults, 0.05)
+            if "stall" in self.faults or (not self.faults and r.random() < 0.25):
                 self.world.stall, self.world.stall_s = 0.002, r.choice((0.01, 1.0))
 
     def _work(self, last: int) -> None:
@@ -273,7 +289,8 @@ class Simulation:
 
     def _chaos(self, workers: list[Any]) -> None:
         """Crashes and leaps of the clock at random moments, until the round's requests are over."""
-        r, kinds = self.random, [k for k in ("crash", "crash both", "leap") if self.random.random() < 0.35]
+        r, every = self.random, ("crash", "crash both", "leap")
+        kinds = [k for k in every if (k in self.faults if self.faults else r.random() < 0.35)]
         while kinds and not all(task.done for task in workers):
             self.world.sleep(r.expovariate(2.0))
             kind = r.choice(kinds)
@@ -343,6 +360,9 @@ class Simulation:
         if left := {what: n for what, n in left.items() if n}:
             names = sorted(task.name for task in rank.process.tasks)
             self.fail(f"{rank.name} is idle, but has left {left}; threads {names}")
+        for pool, at in rank.places.units.items():
+            if not np.array_equal(rank.flat[at[rank.free[pool]]], rank.patterns[pool][rank.free[pool]]):
+                self.fail(f"{rank.name}: a free page of {pool} was written to")
         agent.check_integrity()
 
     def _close(self) -> None:
@@ -358,6 +378,6 @@ class Simulation:
                 self.fail(f"{rank.name} closed, and left threads {names}")
 
 
-def simulate(seed: int, transfers: int = 200) -> Report:
+def simulate(seed: int, transfers: int = 200, *, faults: Sequence[str] = (), stories: Sequence[str] = ()) -> Report:
     """Run one seed; errors of the simulation itself are raised."""
-    return Simulation(seed, transfers).run()
+    return Simulation(seed, transfers, faults=faults, stories=stories).run()

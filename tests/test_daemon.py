@@ -25,12 +25,12 @@ from pdxfer.agent.frames import FRAMES_VERSION, Pipe, open_socket
 from pdxfer.agent.spawn import DaemonProcess
 from pdxfer.builders import Parallel
 from pdxfer.control import ControlClient
-from pdxfer.errors import MisuseError, PdxferError, PeerError, TicketError
+from pdxfer.errors import AbortedError, DeadlineError, MisuseError, PdxferError, PeerError, TicketError
 from pdxfer.ticket import issue_ticket
 from pdxfer.transfer import State
 from tests.pairs import Ends, hand_over, pair, wait_until
 from tests.rank_process import Failed, RankProcess, joined
-from tests.workers import Worker, layouts, resources
+from tests.workers import Rank, Worker, layouts, resources
 
 ROUNDS = int(os.environ.get("PDXFER_ROUNDS", "7"))
 TOKENS = 70
@@ -229,6 +229,27 @@ def test_an_engine_that_attaches_at_the_second_try_ends_with_the_daemon(director
         daemon.close()
         assert not attached.is_alive()
         assert daemon.agents == {}
+
+
+def test_what_a_silent_sidecar_begins_late_ends_by_itself(directory, monkeypatch):
+    """Nothing says sooner that the pages are free."""
+    layout = layouts(Parallel(), Parallel())[0]
+    with DaemonProcess(f"{directory}/p/s") as daemon, Worker(layout, seed=1) as peer:
+        rank = Rank(layout, seed=2, sidecar=daemon.socket)
+        with rank.agent as engine:
+            ticket = peer.offer("one", TOKENS)
+            daemon.process.send_signal(signal.SIGSTOP)
+            monkeypatch.setattr(SidecarAgent._call, "__defaults__", (0.2,))
+            fetch = engine.start_fetch(ticket, rank.reserve("one", TOKENS))
+            with pytest.raises(DeadlineError):
+                engine.offer("two", rank.reserve("two", TOKENS), kv_tokens=TOKENS)
+            assert (fetch.done, fetch.settle()) == (False, False)
+            monkeypatch.undo()
+            daemon.process.send_signal(signal.SIGCONT)
+            with suppress(AbortedError):  # it may be too quick to be stopped; then the pages are ours
+                fetch.wait().release()
+            assert wait_until(fetch.settle, timeout_s=30.0)
+            rank.check_idle()
 
 
 def test_a_fetch_that_can_t_even_begin_says_so_at_once(directory):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from types import SimpleNamespace
+
 import msgpack
 import numpy as np
 import pytest
@@ -9,9 +12,11 @@ import pytest
 from pdxfer.errors import MisuseError, TransportError
 from pdxfer.testing.transport import LONG_S, MIB, connect_pair, offsets
 from pdxfer.transport import create_transport
+from pdxfer.transport.nixl import _Read
 from pdxfer.transport.planes import OFFER
 from pdxfer.transport.tcp_channel import pack
 from tests.conftest import require
+from tests.pairs import wait_until
 from tests.planes import PlaneSuite, post
 
 require("nixl_cu12")
@@ -126,3 +131,31 @@ def test_back_ends_that_do_not_exist_or_can_not_be_confined():
         create_transport("nixl", backend="LIBFABRIC")
     with pytest.raises(TransportError, match="can't be started"):
         create_transport("nixl", backend="NONSENSE", insecure_plane=True)
+
+
+def test_a_read_that_can_t_be_stopped_is_not_over_before_it_is(ends):
+    """Whoever waits for it holds the pages that it writes to."""
+    left, *_ = ends
+    tries, over = [], threading.Event()
+
+    class Handle:
+        def release(self) -> None:
+            tries.append(over.is_set())
+            if not over.is_set():
+                raise RuntimeError("still active")
+
+    def wait() -> None:
+        with pytest.raises(TransportError, match="did not end"):
+            _Read(left, Handle(), "PROC").wait(0.01)
+
+    left._agent, agent = SimpleNamespace(check_xfer_state=lambda handle: "PROC"), left._agent
+    try:
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        assert wait_until(lambda: len(tries) > 100, timeout_s=LONG_S)
+        assert waiting.is_alive()
+        over.set()
+        waiting.join(LONG_S)
+        assert tries[-1]
+    finally:
+        left._agent = agent

@@ -255,10 +255,13 @@ class SidecarAgent:
         try:
             said = {"transfer": transfer, "tables": tables, "kv_tokens": kv_tokens, "fence": fence is not None}
             text = self._call("offer", **said, **facts)
-        except BaseException:
+        except BaseException as error:
             with self._lock:
                 if self._offers.get(transfer) is offered:
                     del self._offers[transfer]
+            if isinstance(error, DeadlineError):  # it may yet hear of it
+                offered.end()
+                self.tell("withdraw", transfer=transfer)
             raise
         return Ticket.decode(text)
 
@@ -324,6 +327,8 @@ class SidecarAgent:
                 self._call("fetch", fetch=number, answered=True, **about, **facts)
             else:
                 self._line().send(0, "fetch", {"fetch": number, "answered": False, **about, **facts})
+        except DeadlineError:  # it may yet begin: its end, which the sidecar will tell, is that of the pages, too
+            fetch.cancel("the sidecar was silent when it was to begin")
         except BaseException:
             with self._lock:
                 self._fetches.pop(number, None)

@@ -113,6 +113,11 @@ class NixlTransport(PlaneTransport):
                 name = type(error).__name__
                 raise TransportError(f"NIXL can't {what}: {error} ({name})", details={"nixl": name}) from error
 
+    @property
+    def gone(self) -> bool:
+        """Whether there is no agent (any more): nothing is underway then."""
+        return self._agent is None
+
     def make_link(self, channel: PlaneChannel, deadline: Deadline, *, connected: bool) -> Link:
         """Exchange names and where the agents' back-ends are reached."""
         with self.calls("describe this agent") as agent:
@@ -246,11 +251,13 @@ class _Read(Move):
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _PAUSE_S[1])
         except TransportError:
-            give_up = Deadline(timeout_s)
-            while not self.cancel():
-                if not give_up.left_s():
+            patience: Deadline | None = Deadline(timeout_s)
+            while not (self.cancel() or self._transport.gone):  # nobody reuses the target while we are here
+                if patience is not None and not patience.left_s():
+                    if self._state != "PROC":
+                        break  # it has failed, and it is only the handle that stays
+                    patience = None
                     _log.error("a READ can be neither ended nor cancelled: it may still write to its target")
-                    break
                 time.sleep(_PAUSE_S[1])
             raise
 

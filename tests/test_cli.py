@@ -13,7 +13,10 @@ import click
 import pytest
 
 from pdxfer import errors
+from pdxfer.agent.spawn import module_command
+from pdxfer.cli.demo import _TRANSPORTS
 from pdxfer.cli.main import COMMANDS, cli, main
+from pdxfer.transport import known_schemes
 
 HEAVY = {"aiohttp", "torch", "transformers", "grpc", "google.protobuf", "numpy", "zmq", "rich", "msgpack"}
 
@@ -167,3 +170,17 @@ def test_no_color_is_respected() -> None:
         assert done.returncode == 5
         assert b"gone" in shown
         assert (b"\x1b[" in shown) is coloured
+
+
+def test_children_run_this_package_and_not_one_in_the_working_directory(tmp_path, monkeypatch) -> None:
+    (tmp_path / "pdxfer").mkdir()
+    (tmp_path / "pdxfer" / "__init__.py").write_text("raise SystemExit('this is another one')\n")
+    monkeypatch.setattr(sys, "path", [entry or os.getcwd() for entry in sys.path])
+    monkeypatch.chdir(tmp_path)
+    command = [*module_command("pdxfer"), "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.startswith("pdxfer, version"), done.stderr
+
+
+def test_the_demo_offers_the_transports_that_there_are() -> None:
+    assert set(_TRANSPORTS) - {"auto"} <= set(known_schemes())

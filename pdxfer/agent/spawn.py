@@ -1,4 +1,4 @@
-"""Spawn: a daemon in a process of its own, for demos, benches and tests: ready on entry, gone on exit."""
+"""Spawn: our modules in processes of their own; a daemon for demos, benches and tests: ready on entry, gone on exit."""
 
 from __future__ import annotations
 
@@ -13,10 +13,20 @@ from typing import Any
 from pdxfer.agent.frames import open_socket
 from pdxfer.errors import DeadlineError, PeerError
 
-__all__ = ["DaemonProcess"]
+__all__ = ["DaemonProcess", "module_command"]
 
 _READY_S = 60.0
 _END_S = 30.0
+
+
+def module_command(module: str) -> list[str]:
+    """The command that runs a module as ``python -m`` does, but looks for modules where this process does.
+
+    ``-m`` looks into the working directory first. In a checkout that would be its sources, whose kernel may not be
+    built, beside an installed package whose kernel is.
+    """
+    run = f"runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+    return [sys.executable, "-c", f"import runpy, sys; sys.path[:] = {sys.path!r}; {run}"]
 
 
 class DaemonProcess:
@@ -34,7 +44,7 @@ class DaemonProcess:
         self, socket: str, settings: Mapping[str, Any] | None = None, *, config: str = "", stderr: Any = None
     ) -> None:
         self.socket, self._stderr = socket, stderr
-        self._command = [sys.executable, "-m", "pdxfer", "agent", "--socket", socket]
+        self._command = [*module_command("pdxfer"), "agent", "--socket", socket]
         self._command += ["--config", config] if config else []
         for key, value in {"admin": "", **(settings or {})}.items():
             self._command += ["--set", f"{key}={_text(value)}"]

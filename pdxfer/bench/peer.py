@@ -12,7 +12,6 @@ import os
 import select
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from pdxfer import errors
+from pdxfer.agent.spawn import module_command
 from pdxfer.errors import CorruptError, DeadlineError, MisuseError, PdxferError, PeerError, TransportError
 from pdxfer.transport import parse_address
 
@@ -167,7 +167,7 @@ class Child:
             self._thread = threading.Thread(target=_inside, args=(serve, line), name="pdxfer-bench", daemon=True)
             self._thread.start()
         else:
-            command = [sys.executable, "-m", serve.__module__]
+            command = module_command(serve.__module__)
             env = {**os.environ, **(environ or {})}
             self._process = subprocess.Popen(command, stdin=theirs_in, stdout=theirs_out, env=env)
             os.close(theirs_in)

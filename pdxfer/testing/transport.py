@@ -15,7 +15,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from pdxfer.agent.spawn import module_command
 from pdxfer.errors import DeadlineError, MisuseError, TransportError
 from pdxfer.testing.faults import Fault, FaultPlan, FaultyTransport
 from pdxfer.testing.transport_peer import EXPORT_NBYTES
@@ -168,13 +168,8 @@ class TransportConformance:
         if self.one_process:
             pytest.skip("this transport reaches no other process")
         with self.make_transport() as transport, transport.listen() as listener:
-            command = [
-                sys.executable,
-                "-m",
-                "pdxfer.testing.transport_peer",
-                transport.scheme,
-                listener.contact_address,
-            ]
+            command = module_command("pdxfer.testing.transport_peer")
+            command += [transport.scheme, listener.contact_address]
             with subprocess.Popen(command + [self.peer_module] * bool(self.peer_module)) as process:
                 try:
                     yield transport, listener.accept(LONG_S), process

@@ -194,7 +194,8 @@ class EdgeReader:
         """
         try:
             self._send(wire.Done(self.session, self.generation))
-            with self._receive() as message:
+            # Not renewed any more: where Done has been read, there is no lease.
+            with _receive(self.peer, self.cancel, self.deadline_s, lambda: None, self.transfer) as message:
                 self._frame(message, wire.Closed)
         except TransportError:
             return False

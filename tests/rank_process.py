@@ -28,6 +28,7 @@ from pdxfer.layout import Layout
 from pdxfer.testing.oracle import Memory, Oracle
 from pdxfer.ticket import Ticket
 from pdxfer.transport import Transport
+from tests.failpoints import arm
 from tests.workers import Gate, Rank, Tap, hybrid_spec, resources
 
 __all__ = ["RankProcess", "layout_of"]
@@ -129,14 +130,19 @@ class _Server:
     def do_state(self, key: str) -> str:
         return self.fetches[key][0].state.value
 
-    def do_wait(self, key: str) -> dict[str, Any]:
-        """Wait for the end of a fetch; raises its error, or compares the bytes and releases."""
+    def do_wait(self, key: str, alone: bool = True) -> dict[str, Any]:
+        """Wait for the end of a fetch; raises its error, or compares the bytes and releases.
+
+        ``alone``: nothing else may have changed meanwhile, not even a byte of padding; else only its rows are compared.
+        """
         fetch, started_s, before = self.fetches.pop(key)
         try:
             received = fetch.wait()
             difference = Oracle.of(self.layout, key=key, tokens=fetch.ticket.kv_tokens).difference(
                 self.view(key), before
             )
+            if difference is not None and not (alone or difference.component):
+                difference = None  # somebody else's bytes
             received.release()
         except PdxferError as error:
             error.details["took_s"] = f"{time.monotonic() - started_s:.3f}"
@@ -155,6 +161,9 @@ class _Server:
     def do_open_gate(self) -> None:
         self.tap.gate.open()
 
+    def do_arm(self, side: str, point: str, number: int) -> None:
+        arm(side, point, number)
+
     def do_fill_arena(self, scheme: str) -> None:
         arena = self.agent.memory.arena(scheme)
         self.held = arena.allocate(arena.capacity_bytes, "test", timeout_s=0.0)
@@ -168,6 +177,12 @@ class _Server:
         while self.agent.reattached < times:
             assert time.monotonic() < until_s, "not attached again"
             time.sleep(0.01)
+
+    def do_counters(self) -> dict[str, int]:
+        """What the agent counted, and the messages that it refused because of their ticket, session or epoch."""
+        counts = self.agent.journal.counts
+        refused = sum(n for (kind, *_), n in counts.items() if kind in ("stale_rejected", "tickets_rejected"))
+        return {**self.agent.counters, "refused": refused}
 
     def do_ready(self) -> int:
         """How many times pages have ever become READY."""
@@ -260,7 +275,7 @@ class RankProcess:
         self, directory: Path, *, layout: Mapping[str, Any], rank: int = 0, seed: int = 0, **config: Any
     ) -> None:
         directory.mkdir(exist_ok=True)
-        self.directory, self.killed = directory, False
+        self.directory, self.killed, self._told = directory, False, 1
         self._pipe, theirs = _context.Pipe()
         options = {"layout": dict(layout), "rank": rank, "seed": seed, "config": config}
         self.process = _context.Process(target=_serve, args=(theirs, options, str(directory)))
@@ -274,16 +289,25 @@ class RankProcess:
         return self._answer()
 
     def tell(self, do: str, **arguments: Any) -> None:
-        """Ask only; ``_answer`` comes with the next ``ask`` in order, so use it for ``quit`` only."""
+        """Ask only, of one that is about to die, or to be drained."""
         self._pipe.send_bytes(json.dumps({"do": do, **arguments}).encode())
+        self._told += 1
 
     def _answer(self) -> Any:
         assert self._pipe.poll(90.0), "the rank's process does not answer"
         answer = json.loads(self._pipe.recv_bytes())
+        self._told -= 1
         if "error" in answer:
             raise Failed(answer["error"])
         assert "ok" in answer, answer
         return answer["ok"]
+
+    def drain(self, timeout_s: float) -> None:
+        """Read the answers to everything that was told, whatever they are."""
+        while self._told and self._pipe.poll(timeout_s):
+            self._pipe.recv_bytes()
+            self._told -= 1
+        assert not self._told, "the rank's process does not answer"
 
     def signal(self, number: int) -> None:
         """Send a signal; SIGKILL is waited for."""

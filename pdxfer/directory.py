@@ -6,6 +6,7 @@ a sweep removes what is not locked, and in it only the file that belongs there.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import socket
@@ -52,7 +53,11 @@ class PrivateDirectory:
 def _make(base: str, prefix: str) -> tuple[str, int]:
     for _ in range(_ATTEMPTS):
         path = tempfile.mkdtemp(prefix=prefix, dir=base)
-        lock = _try_lock(path)
+        try:
+            lock = _try_lock(path)
+        except OSError:
+            os.rmdir(path)
+            raise
         if lock is not None:
             return path, lock
         # Another owner's sweep took it for a dead one's, between the two lines above.
@@ -60,10 +65,16 @@ def _make(base: str, prefix: str) -> tuple[str, int]:
 
 
 def _try_lock(path: str) -> int | None:
-    """Lock a directory that still has its name; None when it is locked, gone or not ours to open."""
+    """Lock a directory that still has its name; None when it is locked, gone or not ours to open.
+
+    Raises:
+        OSError: no descriptor is left.
+    """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise
         return None
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -20,6 +20,9 @@ Each class has a stable ``reason`` (wire and logs) and an ``exit_code`` (the com
 
 from __future__ import annotations
 
+import errno
+import os
+
 __all__ = [
     "AbortedError",
     "CorruptError",
@@ -33,7 +36,10 @@ __all__ = [
     "StaleError",
     "TicketError",
     "TransportError",
+    "check_exhausted",
 ]
+
+_USED_UP = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ENOSPC, errno.EDQUOT)
 
 
 class PdxferError(Exception):
@@ -151,6 +157,14 @@ class ExhaustedError(PdxferError):
     def __init__(self, message: str, *, retry_after_s: float = 0.1, hint: str = "", reason: str | None = None) -> None:
         super().__init__(message, hint=hint, reason=reason, details={"retry_after_s": f"{retry_after_s:g}"})
         self.retry_after_s = retry_after_s
+
+
+def check_exhausted(error: Exception, what: str) -> None:
+    """Raise ExhaustedError when an OSError (or ZMQError) says that descriptors, memory or disk are used up here."""
+    number = getattr(error, "errno", None)
+    if number in _USED_UP:
+        hint = "raise the limit of open files (ulimit -n)" if number in (errno.EMFILE, errno.ENFILE) else ""
+        raise ExhaustedError(f"{what}: {os.strerror(number)}", hint=hint) from error
 
 
 class CorruptError(PdxferError):

@@ -8,9 +8,11 @@ in milliseconds; none of them has ever been the test's own process.
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import multiprocessing
 import os
+import resource
 import signal
 import tempfile
 import threading
@@ -20,6 +22,8 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+import numpy.ma  # noqa: F401 - numpy imports it late, when there may be no descriptor left
 
 from pdxfer.agent import Fetch
 from pdxfer.builders import Parallel, Storage, build_layout
@@ -163,6 +167,16 @@ class _Server:
 
     def do_arm(self, side: str, point: str, number: int) -> None:
         arm(side, point, number)
+
+    def do_spare_files(self, count: int) -> None:
+        """From here on this process can open so many more descriptors; -1: as many as it ever could."""
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        soft = hard
+        if count >= 0:  # the limit is on the number, and the lowest free one is taken
+            opened = {int(fd) for fd in os.listdir("/proc/self/fd")}
+            free = (fd for fd in itertools.count() if fd not in opened)
+            soft = next(itertools.islice(free, count, None))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
     def do_fill_arena(self, scheme: str) -> None:
         arena = self.agent.memory.arena(scheme)

@@ -74,6 +74,7 @@ _SWEEP_S = 0.05
 _log = logging.getLogger("pdxfer.agent")
 _PEERS_EVERY = 10
 _JOIN_S = 10.0
+_ACCEPT_AGAIN_S = 0.2
 
 
 class Agent(ControlHandler):
@@ -92,7 +93,8 @@ class Agent(ControlHandler):
         self.layouts = Layouts()
         self.transports: dict[str, Transport] = {}
         auto = config.transports == ("auto",)
-        self.peers = Peers(self._introduction, self.layouts, self.transports, host_name(), config.call_s, auto=auto)
+        self._host = host_name()  # asked once: later there may be no descriptor for it
+        self.peers = Peers(self._introduction, self.layouts, self.transports, self._host, config.call_s, auto=auto)
         self.keeper = Keeper(self.peers, config.worker, config.rank, self.epoch)
         self._memory: Memory | None = None
         self._source: Source | None = None
@@ -192,7 +194,7 @@ class Agent(ControlHandler):
     @property
     def host(self) -> str:
         """The machine that our memory is on, as peers compare it."""
-        return host_name()
+        return self._host
 
     def reconfigure(self, config: AgentConfig) -> None:
         """Take over what may change while we run (``RELOADABLE``), for transfers from now on; ignores the rest."""
@@ -421,7 +423,7 @@ class Agent(ControlHandler):
             layout_digest=layout.digest,
             layout=b"" if message.known_layout_digest == layout.digest else layout.to_bytes(),
             transports=self.contact_addresses,
-            host=host_name(),
+            host=self._host,
         )
 
     def open(self, message: Open, *, deadline_s: float) -> Opened:
@@ -485,8 +487,8 @@ class Agent(ControlHandler):
 
     def _spawn(self, name: str, target: Callable[..., None], *args: Any) -> None:
         thread = threading.Thread(target=target, args=args, name=f"pdxfer-{self.config.rank}-{name}", daemon=True)
-        self._threads = [t for t in self._threads if t.is_alive()] + [thread]
         thread.start()
+        self._threads = [t for t in self._threads if t.is_alive()] + [thread]
 
     def _accept(self, listener: Listener, scheme: str, source: Source) -> None:
         while not self._stop.is_set():
@@ -494,11 +496,17 @@ class Agent(ControlHandler):
                 channel = listener.accept(timeout_s=0.2)
             except DeadlineError:
                 continue
-            except TransportError:
-                return
-            arena, stall_s = self.memory.arena(scheme), self.config.stall_s
-            ask = self._ask_open if self.transports[scheme].same_user else None
-            self._spawn(f"serve-{scheme}", serve_channel, channel, source.lookup, ask, arena, self._stop, stall_s)
+            except TransportError as error:  # out of descriptors, say; when it is closed, so are we
+                if not self._stop.wait(_ACCEPT_AGAIN_S):
+                    _log.warning("nobody can be accepted now: %s", error)
+                continue
+            try:
+                arena, stall_s = self.memory.arena(scheme), self.config.stall_s
+                ask = self._ask_open if self.transports[scheme].same_user else None
+                self._spawn(f"serve-{scheme}", serve_channel, channel, source.lookup, ask, arena, self._stop, stall_s)
+            except (ExhaustedError, RuntimeError) as error:  # no memory for staging, or for a thread
+                _log.warning("a peer is turned away: %s", error)
+                channel.close()
 
     def _ask_open(self, request: bytes) -> tuple[bytes, bytes]:
         """Open, asked for on a data channel by a process of our user: see ``serve.Ask``."""

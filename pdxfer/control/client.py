@@ -23,7 +23,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pdxfer.control.convert import METHODS, SERVICE, Method, decode_error
 from pdxfer.control.endpoint import MAX_MESSAGE_BYTES, SHARED_OPTIONS, Endpoint
 from pdxfer.control.tls import LOCAL, Caller, Credentials
-from pdxfer.errors import AbortedError, DeadlineError, MisuseError, PeerError
+from pdxfer.errors import AbortedError, DeadlineError, MisuseError, PeerError, check_exhausted
 from pdxfer.messages import (
     Abort,
     Complete,
@@ -209,6 +209,7 @@ class ControlClient:
                     raise AbortedError(message, reason="CLIENT_CLOSED") from raised
                 error = decode_error(raised, method=name, peer=self.address)
                 if error.reason != "PEER_UNREACHABLE" or not self._look_again(link, until_s, wait_for_ready):
+                    _check_descriptors(self.address)
                     raise error from raised
             except ValueError as error:
                 if self._closed or self._link is link:
@@ -300,6 +301,14 @@ def _check_callable(endpoint: Endpoint, *, secure: bool) -> None:
     if not loopback and not secure:
         hint = "set tls (ca, cert, key, peers) at both ends; insecure=true only on a network that nobody else is on"
         raise MisuseError(f"{endpoint} is on another host, and nothing would say who answers there", hint=hint)
+
+
+def _check_descriptors(address: str) -> None:
+    """Where a peer can't be reached because nothing more can be opened here, say so: gRPC doesn't."""
+    try:
+        os.close(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+    except OSError as error:
+        check_exhausted(error, f"{address} can't be reached")
 
 
 def _checked_timeout_s(timeout_s: float) -> float:

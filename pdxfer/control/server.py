@@ -32,7 +32,7 @@ from pdxfer.control.convert import METHODS, SERVICE, Method, encode_error
 from pdxfer.control.endpoint import MAX_MESSAGE_BYTES, SHARED_OPTIONS, Endpoint
 from pdxfer.control.tls import LOCAL, Caller, Credentials
 from pdxfer.directory import clear_stale_socket, remove_socket
-from pdxfer.errors import DeadlineError, InternalError, MisuseError, PdxferError, TicketError
+from pdxfer.errors import DeadlineError, InternalError, MisuseError, PdxferError, TicketError, check_exhausted
 from pdxfer.messages import ControlHandler, Describe
 from pdxfer.trace import HEADER, current, traceparent
 
@@ -187,6 +187,7 @@ class ControlServer:
             else:
                 port = self._server.add_secure_port(endpoint.grpc_target, self._credentials.server())
         except RuntimeError as error:
+            _check_room(endpoint)
             raise MisuseError(f"can't listen at {endpoint}: {error}", hint="is another process there?") from error
         if endpoint.path:
             os.chmod(endpoint.path, 0o600)
@@ -326,3 +327,14 @@ def _permitted(endpoint: Endpoint, allowed: bool) -> tuple[Endpoint, bool]:
             hint="set tls, or listen on 127.0.0.1 or a unix:// path; insecure=true opens it to everybody",
         )
     return Endpoint(host=hosts[0], port=endpoint.port), not ip.is_loopback
+
+
+def _check_room(endpoint: Endpoint) -> None:
+    """Where a socket can't be made because disk or descriptors are used up, say so: gRPC doesn't."""
+    probe = f"{endpoint.path}~" if endpoint.path else os.devnull
+    try:
+        os.close(os.open(probe, os.O_CREAT | os.O_RDONLY | os.O_CLOEXEC, 0o600))
+        if endpoint.path:
+            os.unlink(probe)
+    except OSError as error:
+        check_exhausted(error, f"can't listen at {endpoint}")

@@ -248,6 +248,7 @@ class Channel(Closable):
             MisuseError: header too long, payload outside a region, two threads sending; nothing was sent.
             DeadlineError: no room in time; nothing was sent, the channel is usable.
             TransportError: the peer is gone or the channel is closed; it is closed now.
+            ExhaustedError: no descriptor or memory is left here; it is closed now. So ``receive``.
         """
 
     @abstractmethod

@@ -33,7 +33,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Protocol
 
-from pdxfer.errors import DeadlineError, MisuseError, TransportError
+from pdxfer.errors import DeadlineError, ExhaustedError, MisuseError, TransportError, check_exhausted
 from pdxfer.transport.base import (
     MAX_HEADER_BYTES,
     WINDOW_MESSAGES,
@@ -219,8 +219,9 @@ class ShmChannel(Channel):
         except OSError as error:
             closing = self._open.closing
             self.close()
+            check_exhausted(error, "the channel had to be closed")
             raise TransportError("the channel is closed" if closing else _explain(error)) from error
-        except TransportError:
+        except (ExhaustedError, TransportError):
             self.close()
             raise
 

@@ -105,7 +105,7 @@ def try_receive(sock: socket.socket, buffer: bytearray) -> tuple[int, list[int]]
     if len(fds) > 1 or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
         for fd in fds:
             os.close(fd)
-        raise TransportError("the peer sent a packet that is too long or brings too many files")
+        raise TransportError("a packet is too long, brings too many files, or found no descriptor left for one")
     return nbytes, fds.tolist()
 
 

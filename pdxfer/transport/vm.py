@@ -21,7 +21,7 @@ import select
 import numpy as np
 from numpy.typing import NDArray
 
-from pdxfer.errors import ExhaustedError, TransportError
+from pdxfer.errors import ExhaustedError, TransportError, check_exhausted
 from pdxfer.transport.regions import RegionDescriptor, RemoteRegion
 from pdxfer.transport.runs import Runs, check_runs
 from pdxfer.transport.unix import UseCount
@@ -74,6 +74,7 @@ def map_memfd(fd: int, nbytes: int, *, writable: bool = False) -> memoryview:
 
     Raises:
         TransportError: not a memfd, a seal is missing, or its size is not ``nbytes``; nothing was mapped.
+        ExhaustedError: no descriptor or memory is left here.
     """
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
@@ -89,6 +90,7 @@ def map_memfd(fd: int, nbytes: int, *, writable: bool = False) -> memoryview:
     try:
         return memoryview(mmap.mmap(fd, nbytes, mmap.MAP_SHARED | (mmap.MAP_POPULATE if backed else 0), prot))
     except (OSError, ValueError, OverflowError) as error:
+        check_exhausted(error, f"the peer's shared memory of {nbytes} bytes can't be mapped")
         raise TransportError(f"the peer's shared memory of {nbytes} bytes can't be mapped: {error}") from error
 
 

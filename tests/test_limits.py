@@ -1,0 +1,177 @@
+"""Descriptors, disk and memory used up: an error that says so, nothing half-done, and all well when there is more."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from pdxfer.builders import Parallel
+from pdxfer.directory import PrivateDirectory
+from pdxfer.errors import TransportError
+from tests.chaos import ERRORS, Play, play
+from tests.pairs import hand_over, pair, wait_until
+from tests.rank_process import Failed
+from tests.workers import layouts
+
+COUNTS = (0, 1, 2, 4, 7, 12)
+
+
+def squeezed(found: Play, count: int, *, survivors: bool) -> set[str]:
+    """One first contact while some can open only so many descriptors more, and one when they can again."""
+    fresh = found.mortal()
+    cast, key = found.cast(fresh), found.key()
+    ticket, squeezed = found.offer(cast, key), found.survivors if survivors else [fresh]
+    for rank in squeezed:
+        rank.ask("spare_files", count=count)
+    found.fetch(cast, key, ticket, 5.0)
+    outcomes = {_outcome(target, key) for target in cast[1]}
+    for rank in squeezed:
+        rank.ask("spare_files", count=-1)
+    for source in cast[0]:
+        source.ask("withdraw", key=key)
+        source.ask("ended", key=key)
+    found.hand_over(fresh)
+    assert fresh.ask("held")["pages"] == 0
+    fresh.signal(9)
+    for rank, held in zip(found.survivors, found.held, strict=True):
+        assert rank.ask("held", at_most=held)["pages"] == 0
+    return outcomes
+
+
+def _outcome(target, key: str) -> str:
+    try:
+        assert target.ask("wait", key=key, alone=False)["difference"] == ""
+    except Failed as error:
+        return error.kind if error.details["state"] == "free" else "not freed"
+    return "whole"
+
+
+@pytest.mark.parametrize("kind", ["shm-direct", "tcp"])
+def test_a_target_without_descriptors_says_so(kind):
+    with play(kind, "target") as found:
+        outcomes = [squeezed(found, count, survivors=False) for count in COUNTS]
+    assert outcomes[0] == {"ExhaustedError"}
+    allowed = {"ExhaustedError", "whole"} | ({"TransportError"} if kind == "tcp" else set())  # ZMQ may just be silent
+    assert set().union(*outcomes) <= allowed
+
+
+@pytest.mark.parametrize("kind", ["shm-packed", "tcp"])
+def test_a_source_without_descriptors_is_met_again_when_it_has_some(kind):
+    """Its listener had ended for good, and it seemed to be on another host."""
+    with play(kind, "target") as found:
+        outcomes = [squeezed(found, count, survivors=True) for count in COUNTS[:3]]
+    assert outcomes[0] != {"whole"}
+    assert set().union(*outcomes) <= {*ERRORS, "whole"}
+
+
+def test_whoever_can_t_accept_now_accepts_later(monkeypatch):
+    with pair(*layouts(Parallel(), Parallel()), transports=("shm",)) as (source, target):
+        listener = source.agents[0]._listeners[0]
+        accept, failures = listener.accept, []
+
+        def refuse(timeout_s):
+            if len(failures) < 2:
+                failures.append(timeout_s)
+                raise TransportError("too many open files")
+            return accept(timeout_s)
+
+        monkeypatch.setattr(listener, "accept", refuse)
+        assert wait_until(lambda: len(failures) == 2, timeout_s=30.0)
+        hand_over(source, target, "one")
+
+
+AGENT = """
+import gc, os, sys, tempfile
+from pdxfer.agent import Agent, AgentConfig
+from pdxfer.builders import Parallel, Storage, build_layout
+from pdxfer.errors import ExhaustedError
+from tests.workers import hybrid_spec
+where = sys.argv[1]
+layout = build_layout(hybrid_spec(), Parallel(), Storage())
+def start():
+    with Agent(AgentConfig(worker="w", arena_bytes=1 << 20, chunk_bytes=4096)) as agent:
+        agent.attach(layout, agent.allocate(layout.ranks[0]))
+        agent.start()
+start()  # what libraries open once stays open
+blocks = []
+tempfile.tempdir = where
+try:
+    while True:
+        blocks.append(f"{where}/{len(blocks)}")
+        open(blocks[-1], "xb").close()
+except OSError:
+    blocks.pop()
+before, failures = len(os.listdir("/proc/self/fd")), 0
+while blocks:
+    said = ""
+    try:
+        start()
+    except ExhaustedError as error:
+        said = str(error)
+    if not said:
+        break
+    assert "No space left" in said, said
+    assert sorted(os.listdir(where)) == sorted(map(os.path.basename, blocks))
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= before, "descriptors were left open"
+    failures += 1
+    os.unlink(blocks.pop())
+print(failures, len(blocks))
+"""
+
+
+def test_a_full_disk_is_said_and_nothing_is_left_on_it(tmp_path):
+    """A file system with room for eight files; one after the other is freed, until an agent fits."""
+    mount = 'mount -t tmpfs -o nr_inodes=9 none "$0" && exec "$@"'
+    command = ["unshare", "-m", "sh", "-c", mount, str(tmp_path), sys.executable, "-c", AGENT, str(tmp_path)]
+    run = partial(subprocess.run, check=False, capture_output=True, text=True, cwd=Path(__file__).parent.parent)
+    if shutil.which("unshare") is None or run([*command[:6], "true"]).returncode:
+        pytest.skip("needs the right to mount a file system")
+    done = run(command)
+    assert done.returncode == 0, done.stderr
+    failures, left = map(int, done.stdout.split())
+    assert failures >= 3  # a directory for control, one for shm, a socket in each
+    assert left
+
+
+LIMITED = """
+import os, resource
+from pdxfer.errors import ExhaustedError
+from pdxfer.transport import create_transport
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))  # memfds obey it, too
+transport = create_transport("shm")
+before = os.listdir("/proc/self/fd")
+for nbytes in (1 << 24, 1 << 46):
+    try:
+        transport.allocate(nbytes)
+    except ExhaustedError as error:
+        assert str(nbytes) in str(error)
+        assert os.listdir("/proc/self/fd") == before
+    else:
+        raise AssertionError("it was there")
+transport.allocate(1 << 16)
+"""
+
+
+def test_memory_that_is_not_there_is_said_and_none_is_kept():
+    done = subprocess.run([sys.executable, "-c", LIMITED], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_private_directory_without_a_descriptor_leaves_none(tmp_path, monkeypatch):
+    """It left ten of them, and blamed a sweep."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(OSError, match="Too many open files"):
+        PrivateDirectory("x-", "s", str(tmp_path))
+    assert not os.listdir(tmp_path)

@@ -65,6 +65,21 @@ def test_a_rank_that_gave_up_tells_a_sibling_that_asks():
         withdraw(source, "one", ends)
 
 
+def test_a_rank_that_drains_tells_a_sibling_whose_fetch_has_begun():
+    with pair(*layouts(Parallel(tp=1), Parallel(tp=4))) as (source, target):
+        ends = Ends()
+        ticket = source.offer("one", TOKENS, on_end=ends)
+        target.reserve("one", TOKENS)
+        first, second = target.agents[:2]
+        fetch = second.start_fetch(ticket, target.ranks[1].tables["one"], timeout_s=3600.0)
+        first.drain()
+        with pytest.raises(PeerError, match="drains"):
+            first.fetch(ticket, target.ranks[0].tables["one"])
+        with pytest.raises((PeerError, AbortedError), match=r"given up: .*drains"):
+            fetch.wait()
+        withdraw(source, "one", ends)
+
+
 SHARED = replace(hybrid_spec(), components=tuple(c for c in hybrid_spec().components if c.name == "latent"))
 
 

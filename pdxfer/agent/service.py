@@ -364,13 +364,13 @@ class Agent(ControlHandler):
     ) -> Fetch:
         if math.isnan(timeout_s):
             raise MisuseError("a timeout that is no number never passes")
-        self._check_taking()
         parsed = _parsed(ticket)
         self.keeper.forget(parsed.transfer)
         with self._lock:
             if self._stop.is_set():
                 raise MisuseError("the agent is closed")
             try:
+                self._check_taking()
                 _check_meant(parsed, self.config.worker, tenant)
                 fetch = Fetch(self, parsed, tables, first_token=_plain(first_token), timeout_s=timeout_s)
             except PdxferError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from types import SimpleNamespace
 
@@ -31,6 +32,25 @@ class TestNixl(PlaneSuite):
 def ends():
     with create_transport("nixl", inline_bytes=0) as left, create_transport("nixl") as right:
         yield left, right, *connect_pair(left, right.listen())
+
+
+def test_who_owes_nobody_anything_rests(ends):
+    """The owner of memory works for its readers only while there may be some."""
+    left, right, sender, receiver = ends
+    region = left.allocate(MIB)
+    for _ in range(3):
+        sending = sender.send_all(b"", region.view, timeout_s=LONG_S)
+        receiver.receive(timeout_s=LONG_S).release()
+        sending.wait(LONG_S)
+        assert left.tend() == right.tend() == math.inf
+    for _ in range(5):  # more than are moved ahead
+        sender.send_all(b"", region.view, timeout_s=LONG_S)
+    assert left.tend() < math.inf
+    assert right.tend() == math.inf
+    for _ in range(5):
+        receiver.receive(timeout_s=LONG_S).release()
+    sender.export_region(region, b"", timeout_s=LONG_S)
+    assert left.tend() < math.inf
 
 
 def test_payloads_lie_in_regions(ends):

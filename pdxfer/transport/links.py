@@ -6,6 +6,7 @@ In come calls from channels; out go callbacks, one per move, on the mover's thre
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import threading
 from abc import ABC, abstractmethod
@@ -16,10 +17,10 @@ from functools import partial
 from typing import ClassVar
 
 from pdxfer.errors import DeadlineError, MisuseError, TransportError
-from pdxfer.transport.base import Deadline
+from pdxfer.transport.base import Deadline, Message
 from pdxfer.transport.regions import Region, RemoteRegion
 
-__all__ = ["Link", "Move", "Mover", "Staging", "refuse_beside"]
+__all__ = ["Arriving", "Link", "Move", "Mover", "Staging", "refuse_beside"]
 
 _log = logging.getLogger(__name__)
 
@@ -95,6 +96,20 @@ class Link(ABC):
 # -- the mover ---------------------------------------------------------------------------------------
 
 
+@dataclass(slots=True, eq=False)
+class Arriving:
+    """A place in a channel's inbox. ``sequence`` is the region's number where there is no payload."""
+
+    sequence: int
+    nbytes: int
+    header: bytes
+    where: bytes
+    begun: bool = False
+    asked: bool = False
+    retired: bool = False
+    message: Message | None = None
+
+
 @dataclass(slots=True)
 class _Underway:
     owner: object
@@ -104,10 +119,15 @@ class _Underway:
 
 
 class Mover:
-    """Runs calls, and polls moves until each ended: ``ended(why or "", whether the memory is ours again)``."""
+    """Runs calls, and polls moves until each ended: ``ended(why or "", whether the memory is ours again)``.
 
-    def __init__(self, name: str, stall_s: float) -> None:
-        self._stall_s = stall_s
+    Args:
+        stall_s: a move that takes longer is given up.
+        tend: called between, too; returns after how many seconds it wants to be called again at the latest.
+    """
+
+    def __init__(self, name: str, stall_s: float, tend: Callable[[], float] = lambda: math.inf) -> None:
+        self._stall_s, self._tend = stall_s, tend
         self._changed = threading.Condition()
         self._calls: deque[Callable[[], None]] = deque()
         self._underway: list[_Underway] = []
@@ -144,16 +164,18 @@ class Mover:
             self._end(one, "the channel closed")
 
     def _run(self) -> None:
-        rest_s = _POLL_S[0]
+        rest_s, tend_s = _POLL_S[0], math.inf
         while True:
             with self._changed:
                 if not self._calls and not self._stopping:
-                    self._changed.wait(rest_s if self._underway else None)
+                    wait_s = min(rest_s if self._underway else math.inf, tend_s)
+                    self._changed.wait(None if wait_s == math.inf else wait_s)
                 calls, self._calls = self._calls, deque()
                 if self._stopping and not calls:
                     return
             moved = [self._guard(call) for call in calls]
             moved += [self._guard(partial(self._poll, one)) for one in list(self._underway) if one in self._underway]
+            tend_s = self._tend()
             rest_s = _POLL_S[0] if any(moved) else min(2 * rest_s, _POLL_S[1])
 
     @staticmethod

@@ -16,6 +16,7 @@ from __future__ import annotations
 import atexit
 import importlib
 import logging
+import math
 import os
 import secrets
 import sys
@@ -44,6 +45,7 @@ _log = logging.getLogger(__name__)
 _MODULES = ("nixl._api", "nixl_cu12._api", "nixl_cu13._api")  # the meta package, and what it stands for
 _REGIONS_MAX = 1024  # that one channel's peer may tell us of at a time
 _PAUSE_S = (20e-6, 500e-6)
+_OFFERED_S, _EXPORTED_S = 50e-6, 500e-6  # between two looks after peers that may be reading here
 
 #: uint64, shape (n, 3): address, bytes, device.
 Rows = NDArray[np.uint64]
@@ -71,6 +73,7 @@ class NixlTransport(PlaneTransport):
         self._agent: Any = None
         self._registered: dict[Region, Any] = {}
         self._peers: Counter[str] = Counter()  # channels by the peer's agent
+        self.exported = False  # whether peers may read whenever they like
         super().__init__(**options)
         given = dict(backend_options or {})
         if not self.reaches_hosts:
@@ -81,7 +84,10 @@ class NixlTransport(PlaneTransport):
         #: A new name for every agent: one that came back under an old name would be taken for the one that died.
         self.agent_name = f"pdxfer-{secrets.token_hex(16)}"
         try:
-            config = api.nixl_agent_config(backends=[], sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT)
+            # Its progress thread never rests: an idle agent takes a core, and readers of the same host most of their
+            # speed. The mover makes progress where somebody may need it.
+            strict = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+            config = api.nixl_agent_config(enable_prog_thread=False, backends=[], sync_mode=strict)
             agent = api.nixl_agent(self.agent_name, config)
             agent.create_backend(backend, given)
             self._empty = api.nixlBind.nixlRegDList(api.nixlBind.DRAM_SEG)
@@ -126,6 +132,14 @@ class NixlTransport(PlaneTransport):
         name, metadata = parse_fields(channel.hear(deadline), "an introduction", str, bytes)
         self.add_peer(name, metadata)
         return _NixlLink(self, name)
+
+    def tend(self) -> float:
+        """Answer peers that read over a path on which the owner must act (TCP); others need nothing from us."""
+        rest_s = _OFFERED_S if self.offers() else _EXPORTED_S if self.exported else math.inf
+        if rest_s < math.inf:
+            with suppress(TransportError), self.calls("make progress") as agent:
+                agent.get_new_notifs()  # what peers say by these means nothing to us
+        return rest_s
 
     def add_peer(self, name: str, metadata: bytes) -> None:
         """Count a channel to this agent; it becomes known to ours with the first."""
@@ -280,11 +294,16 @@ class _NixlLink(Link):
                 hint="pack it into region.view of allocate(), or register() its memory",
             )
         known = region.descriptor.region_id in self._told
-        access = b"" if known else self.access(region)
+        access = b"" if known else self._describe(region)
         packed: bytes = msgpack.packb([region.descriptor.region_id, address - region.descriptor.address, access])
         return packed
 
     def access(self, region: Region) -> bytes:
+        self.transport.exported = True
+        self.transport.mover.call(lambda: None)
+        return self._describe(region)
+
+    def _describe(self, region: Region) -> bytes:
         packed: bytes = msgpack.packb([region.descriptor.to_bytes(), self.transport.metadata_of(region)])
         self._told.add(region.descriptor.region_id)
         return packed

@@ -21,16 +21,17 @@ begins moves and watches those underway (``links.py``). ``_changed`` guards what
 from __future__ import annotations
 
 import logging
+import math
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
 from pdxfer.errors import DeadlineError, MisuseError, PdxferError, TransportError
 from pdxfer.transport.base import MAX_HEADER_BYTES, Deadline, Message, Sending, check_header
-from pdxfer.transport.links import Link, Mover, Staging
+from pdxfer.transport.links import Arriving, Link, Mover, Staging
 from pdxfer.transport.regions import Closable, Region, RemoteRegion, parse_fields
 from pdxfer.transport.runs import byte_view
 from pdxfer.transport.tcp import TcpTransport
@@ -62,20 +63,6 @@ class _PlaneSending(Sending):
 
     def wait(self, timeout_s: float) -> None:
         self._channel.wait_until(lambda: self.done, Deadline(timeout_s), "the receiver to take the message")
-
-
-@dataclass(slots=True, eq=False)
-class _Arriving:
-    """A place in the inbox. ``sequence`` is the region's number where there is no payload."""
-
-    sequence: int
-    nbytes: int
-    header: bytes
-    where: bytes
-    begun: bool = False
-    asked: bool = False
-    retired: bool = False
-    message: Message | None = None
 
 
 class PlaneChannel(TcpChannel):
@@ -142,6 +129,7 @@ class PlaneChannel(TcpChannel):
             sending = _PlaneSending(self, self._sequence, view)
             with self._changed:
                 self._offered[sending.sequence] = sending
+            self._mover.call(lambda: None)  # it may have to help the peer to read
             self._io.call(lambda: self._line.post([pack(OFFER, sending.sequence, view.nbytes), header, where]))
             return sending
 
@@ -173,7 +161,7 @@ class PlaneChannel(TcpChannel):
 
     def _has_next(self) -> bool:
         head = self._inbox[0] if self._inbox else None
-        if not isinstance(head, _Arriving) or head.message is not None:
+        if not isinstance(head, Arriving) or head.message is not None:
             return head is not None
         if not head.asked:
             head.asked = True
@@ -182,14 +170,14 @@ class PlaneChannel(TcpChannel):
 
     def _take_next(self) -> Message:
         head = self._inbox.popleft()
-        if any(isinstance(entry, _Arriving) and not entry.begun for entry in self._inbox):
+        if any(isinstance(entry, Arriving) and not entry.begun for entry in self._inbox):
             self._mover.call(self._advance)
-        message: Any = head.message if isinstance(head, _Arriving) else head
+        message: Any = head.message if isinstance(head, Arriving) else head
         return cast("Message", message)
 
     def _discard(self, messages: list[Any]) -> None:
         for entry in messages:
-            if isinstance(entry, _Arriving) and entry.message is not None:
+            if isinstance(entry, Arriving) and entry.message is not None:
                 entry.message.release()
 
     def close(self) -> None:
@@ -208,7 +196,7 @@ class PlaneChannel(TcpChannel):
     def _on_end(self, why: str) -> None:
         with self._changed:  # what never came, and all behind it, is lost
             arrived = next(
-                (i for i, e in enumerate(self._inbox) if isinstance(e, _Arriving) and e.message is None), None
+                (i for i, e in enumerate(self._inbox) if isinstance(e, Arriving) and e.message is None), None
             )
             lost = [] if arrived is None else [self._inbox.pop() for _ in range(len(self._inbox) - arrived)]
         super()._on_end(why)
@@ -237,14 +225,14 @@ class PlaneChannel(TcpChannel):
     def _on_offer(self, sequence: int, nbytes: int, header: bytes, where: bytes) -> None:
         if not 1 <= nbytes <= self._transport.max_payload_bytes:
             raise TransportError(f"the peer offers {nbytes} bytes; {self._transport.max_payload_bytes} are taken")
-        self._await(_Arriving(sequence, nbytes, header, where))
+        self._await(Arriving(sequence, nbytes, header, where))
 
     def _on_region(self, region_id: int, header: bytes, access: bytes) -> None:
         if not self._transport.can_export:
             raise TransportError("the peer exports a region, which this transport can't")
-        self._await(_Arriving(region_id, 0, header, access))
+        self._await(Arriving(region_id, 0, header, access))
 
-    def _await(self, entry: _Arriving) -> None:
+    def _await(self, entry: Arriving) -> None:
         if self._held >= CREDITS:
             raise TransportError("the peer sent more messages than it may")
         self._enqueue(entry)
@@ -253,7 +241,7 @@ class PlaneChannel(TcpChannel):
     def _on_retire(self, region_id: int) -> None:
         with self._changed:
             for entry in self._inbox:
-                if isinstance(entry, _Arriving) and not entry.nbytes and entry.sequence == region_id:
+                if isinstance(entry, Arriving) and not entry.nbytes and entry.sequence == region_id:
                     entry.retired = True
             remote = self._remotes.pop(region_id, None)
         if remote is not None:
@@ -299,12 +287,12 @@ class PlaneChannel(TcpChannel):
             except PdxferError as error:
                 self._end_line(error.message)
                 return
-        if self._leaving and not any(isinstance(e, _Arriving) and e.message is None for e in list(self._inbox)):
+        if self._leaving and not any(isinstance(e, Arriving) and e.message is None for e in list(self._inbox)):
             self._end_line("the peer closed the channel")
 
-    def _choose(self) -> _Arriving | None:
+    def _choose(self) -> Arriving | None:
         with self._changed:
-            arriving = [entry for entry in self._inbox if isinstance(entry, _Arriving)]
+            arriving = [entry for entry in self._inbox if isinstance(entry, Arriving)]
             waiting = [entry for entry in arriving if not entry.begun]
             if not waiting:
                 return None
@@ -315,7 +303,7 @@ class PlaneChannel(TcpChannel):
             first.begun = True
             return first
 
-    def _begin(self, link: Link, entry: _Arriving) -> None:
+    def _begin(self, link: Link, entry: Arriving) -> None:
         if not entry.nbytes:
             self._open_region(link, entry)
             return
@@ -330,7 +318,7 @@ class PlaneChannel(TcpChannel):
             self._io.call(lambda: self._line.post([pack(PULL, entry.sequence)]))
         self._mover.watch(self, move, partial(self._fetched, entry, staging, view))
 
-    def _fetched(self, entry: _Arriving, staging: Region, view: memoryview, why: str, free: bool) -> None:
+    def _fetched(self, entry: Arriving, staging: Region, view: memoryview, why: str, free: bool) -> None:
         if why:
             self._transport.staging.take_back(staging, reusable=free)
             self._end_line(why)
@@ -343,7 +331,7 @@ class PlaneChannel(TcpChannel):
         self._io.call(lambda: self._line.post([pack(TAKEN, entry.sequence)]))
         self._arrived(entry, Message(entry.header, view, on_release=release))
 
-    def _open_region(self, link: Link, entry: _Arriving) -> None:
+    def _open_region(self, link: Link, entry: Arriving) -> None:
         remote = link.open_region(entry.where)
         with self._changed:
             retired = entry.retired or self.ended
@@ -353,7 +341,7 @@ class PlaneChannel(TcpChannel):
             remote.close()
         self._arrived(entry, Message(entry.header, _EMPTY, region=remote))
 
-    def _arrived(self, entry: _Arriving, message: Message) -> None:
+    def _arrived(self, entry: Arriving, message: Message) -> None:
         with self._changed:
             entry.message = message
             wanted = any(e is entry for e in self._inbox)
@@ -411,8 +399,17 @@ class PlaneTransport(TcpTransport):
         if self.reaches_hosts:
             self.insecure_listeners += 1
             _log.warning("INSECURE: whoever can connect to the %s plane of this process can use it", self.scheme)
-        self.mover = Mover(f"{self.magic}-mover", stall_s)
+        self.mover = Mover(f"{self.magic}-mover", stall_s, self.tend)
         self.staging = Staging(staging_bytes, lambda nbytes: self.allocate(nbytes, "received"))
+
+    def tend(self) -> float:
+        """On the mover's thread: help peers that read here; returns when to be called again, in seconds."""
+        return math.inf
+
+    def offers(self) -> bool:
+        """Whether a peer was offered a payload that it has not taken."""
+        with self._owned_lock:
+            return any(c._offered for c in self._owned if isinstance(c, PlaneChannel))
 
     @abstractmethod
     def make_link(self, channel: PlaneChannel, deadline: Deadline, *, connected: bool) -> Link:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import errno
 import os
 
-__all__ = [
+__all__ = [  # classes alone: sidecars, status codes and reasons go by it
     "AbortedError",
     "CorruptError",
     "DeadlineError",
@@ -36,7 +36,6 @@ __all__ = [
     "StaleError",
     "TicketError",
     "TransportError",
-    "check_exhausted",
 ]
 
 _USED_UP = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ENOSPC, errno.EDQUOT)

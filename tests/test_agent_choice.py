@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pdxfer.agent import AgentConfig, service
+from pdxfer.agent import Agent, AgentConfig, service
 from pdxfer.agent.choice import LinkRates, Rates, Work, estimates, pick, preference
 from pdxfer.agent.peers import Layouts, Peers
 from pdxfer.agent.probe import link_rates, memory_rates
@@ -19,6 +19,7 @@ from pdxfer.errors import MisuseError
 from pdxfer.packing import EdgeProgram, RequestShape
 from pdxfer.plan import Edge, make_plan
 from pdxfer.transport import create_transport
+from tests.conftest import require
 from tests.pairs import TOKENS, hand_over, pair
 from tests.workers import hybrid_spec, layouts
 
@@ -166,3 +167,12 @@ def test_what_only_loopback_reaches_is_tried_last_with_another_host():
         assert order("another", "tcp://[::1]:2", "tcp://[fe80::1]:2") == ["tcp://[fe80::1]:2", "tcp://[::1]:2"]
         assert order("another", here) == [here], "a container beside ours, whose loopback is ours, too"
         peers.close()
+
+
+def test_auto_loads_torch_for_nobody():
+    with Agent(AgentConfig(worker="w", transports=("auto",))) as agent:
+        assert {"shm", "tcp"} <= agent.transports.keys()
+        assert not {"gloo", "memory", "nccl"} & agent.transports.keys()
+    require("torch")
+    with Agent(AgentConfig(worker="w", transports=("auto",), transport_options={"gloo": {}})) as agent:
+        assert "gloo" in agent.transports

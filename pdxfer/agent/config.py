@@ -33,7 +33,8 @@ class AgentConfig:
     Attributes:
         worker: name of the worker, unique among peers; rank: this rank's number.
         control: control addresses to bind (``unix:///path``, ``tcp://host:port``); () is a private Unix socket.
-        transports: data transports to offer and use, best first, or ``("auto",)``: all that are installed, and for each
+        transports: data transports to offer and use, best first, or ``("auto",)``: all that are installed (gloo and
+            nccl only with an entry in transport_options, be it empty: they load torch), and for each
             peer the quickest by estimate (``choice.py``). transport_options: by scheme.
         listen: data addresses to bind, by scheme (``tcp://host:port``); others bind a private one of this host.
         mode: ``auto``, ``packed`` or ``direct``. kernel: ``auto``, ``native``, ``numpy`` or ``torch``.

@@ -542,9 +542,11 @@ def _transports(config: AgentConfig) -> dict[str, Transport]:
         return {scheme: _transport(config, scheme, keys) for scheme in config.transports}
     found: dict[str, Transport] = {}
     for scheme in sorted(known_schemes(), key=preference):
+        # memory reaches nobody but us; the others load torch, and a CUDA context, into whoever has no use for them.
+        if scheme in ("memory", "gloo", "nccl") and scheme not in config.transport_options:
+            continue
         try:
-            if scheme != "memory":  # it reaches nobody but ourselves
-                found[scheme] = _transport(config, scheme, keys)
+            found[scheme] = _transport(config, scheme, keys)
         except PdxferError as error:
             if scheme in config.transport_options:
                 raise

@@ -142,6 +142,27 @@ def test_what_a_thread_still_packs_is_not_forgotten(monkeypatch):
         source.agents[0].source._give_up(record)
 
 
+class Invented(Tap):
+    """What should be a chunk is a failure for a reason that nobody has heard of."""
+
+    def received(self, message: Message) -> list[Message]:
+        frame = wire.decode(message.header)
+        if not isinstance(frame, wire.Data):
+            return [message]
+        message.release()
+        fail = wire.Fail(frame.session, "PeerError", f"REASON_{id(message)}", "no")
+        return [Message(wire.encode(fail), memoryview(b""))]
+
+
+def test_a_peer_s_reasons_are_counted_by_bounded_names():
+    with pair(*layouts(Parallel(), Parallel()), mode="packed") as (source, target):
+        agent = target.agents[0]
+        agent.transports["memory"] = Invented().wrap(agent.transports["memory"])
+        for number in range(3):
+            fails(source, target, PeerError, key=f"lost {number}")
+        assert len([name for name in agent.counters if name.startswith("fetch_failed")]) == 1
+
+
 class Cut(Tap):
     """The channel breaks as the target says Done, and somebody has closed the client meanwhile."""
 

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 from pdxfer import wire
 from pdxfer.agent.choice import Choice, Work
+from pdxfer.agent.reasons import reason_of
 from pdxfer.control.convert import METHODS
 from pdxfer.driver import EdgeReader, EdgeStats, PeerChannel, ask
 from pdxfer.errors import (
@@ -462,7 +463,7 @@ class Fetch:
             self._cancel.error = InternalError(f"{self.ticket.transfer}: {type(first).__name__}: {first}")
             self._cancel.error.__cause__ = first
         self.ledger.fire(self.hold, Event.GIVE_UP)
-        self.agent.fetched[f"fetch_failed_{getattr(first, 'reason', 'INTERNAL')}"] += 1
+        self.agent.fetched[f"fetch_failed_{reason_of(getattr(first, 'reason', 'INTERNAL')).name}"] += 1
         self.agent.journal.end(self.timeline, "failed", error=first, seconds=self._seconds)
         _log.warning("transfer %s failed: %s", self.ticket.transfer, first)
         if self._relay is not None:

@@ -222,8 +222,10 @@ class EdgeReader:
             )
         expected = chunk.nbytes if source is None else 0
         if len(message.payload) != expected:
-            first = self.program.items[chunk.segments[0].item]
-            raise CorruptError(first.component, f"chunk {chunk.number} has {len(message.payload)} of {expected} bytes")
+            found = len(message.payload)
+            lacking = next((s for s in chunk.segments if found < s.offset + s.nbytes), chunk.segments[-1])
+            component = self.program.items[lacking.item].component
+            raise CorruptError(component, f"chunk {chunk.number} has {found} of {expected} bytes")
 
     def _place(self, chunk: Chunk, message: Message | None, source: Side | None) -> list[bytes | None]:
         """Put one chunk's segments into the target's pages; returns the digest of what lies there, for each."""

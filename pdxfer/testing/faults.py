@@ -27,7 +27,7 @@ from pdxfer.transport.runs import Runs, byte_view
 
 __all__ = ["Fault", "FaultPlan", "FaultyTransport"]
 
-Kind = Literal["delay", "drop", "truncate", "corrupt", "disconnect"]
+Kind = Literal["delay", "drop", "truncate", "corrupt", "swap", "zero", "disconnect"]
 Place = Literal["message", "payload", "read"]
 
 
@@ -37,7 +37,8 @@ class Fault:
 
     Attributes:
         kind: ``delay`` waits ``delay_s``; ``drop`` swallows the message (its sender sees it released); ``truncate``
-            cuts the payload to half; ``corrupt`` flips one bit of one byte; ``disconnect`` closes the channel.
+            cuts the payload at a byte; ``corrupt`` flips one bit of one byte; ``swap`` exchanges two equal halves of a
+            piece of it; ``zero`` clears its end from a byte on; ``disconnect`` closes the channel.
         at: hits the at-th of what ``on`` counts, on every channel.
         on: ``message`` counts all messages, ``payload`` those with one, ``read`` the calls of ``read_runs``.
         delay_s: seconds, for ``delay``.
@@ -51,9 +52,9 @@ class Fault:
     def __post_init__(self) -> None:
         if self.at < 0 or (self.kind == "delay") != (self.delay_s > 0):
             raise MisuseError(f"{self.kind} at {self.at} with delay_s {self.delay_s} makes no sense")
-        if self.on == "read" and self.kind in ("drop", "truncate"):
+        if self.on == "read" and self.kind in ("drop", "truncate", "swap", "zero"):
             raise MisuseError(f"a read can't be hit by {self.kind}", hint="use corrupt, delay or disconnect")
-        if self.on == "message" and self.kind in ("truncate", "corrupt"):
+        if self.on == "message" and self.kind in ("truncate", "corrupt", "swap", "zero"):
             raise MisuseError(f"{self.kind} needs a payload", hint='use on="payload"')
 
 
@@ -83,6 +84,7 @@ class FaultyTransport(Transport):
 
     Attributes:
         fired: the faults injected so far, in order.
+        damaged: header, and number of the first byte that is not as it was sent, of each payload that was damaged.
     """
 
     def __init__(self, inner: Transport, plan: FaultPlan) -> None:
@@ -90,6 +92,7 @@ class FaultyTransport(Transport):
         vars(self).update(scheme=inner.scheme, can_export=inner.can_export, same_user=inner.same_user)
         self._inner, self.plan = inner, plan
         self.fired: list[Fault] = []
+        self.damaged: list[tuple[bytes, int]] = []
 
     def listen(self, address: str = "") -> Listener:
         """Listen; accepted channels are faulty."""
@@ -177,12 +180,28 @@ class _FaultyChannel(Channel):
         if fault.kind in ("delay", "disconnect"):
             self.stall_or_break(fault)
             return message
-        damaged = bytearray(message.payload)
-        if fault.kind == "truncate":
-            del damaged[len(damaged) // 2 :]
-        else:
+        sent, damaged = bytes(message.payload), bytearray(message.payload)
+        self._damage(fault.kind, damaged)
+        if damaged == sent:  # zeros were cleared, or equal bytes exchanged
             self.flip(memoryview(damaged))
+        pairs = enumerate(zip(sent, damaged, strict=False))
+        first = next((at for at, (was, is_) in pairs if was != is_), min(len(sent), len(damaged)))
+        self._transport.damaged.append((message.header, first))
         return Message(message.header, memoryview(damaged), region=message.region, on_release=message.release)
+
+    def _damage(self, kind: Kind, data: bytearray) -> None:
+        at = self._random.randrange(len(data))
+        if kind == "truncate":
+            del data[at:]
+        elif kind == "zero":
+            data[at:] = bytes(len(data) - at)
+        elif kind == "swap" and len(data) > 1:
+            length = self._random.randrange(1, len(data) // 2 + 1)
+            one = at % (len(data) - 2 * length + 1)
+            two = one + length
+            data[one:two], data[two : two + length] = data[two : two + length], data[one:two]
+        else:
+            self.flip(memoryview(data))
 
     def stall_or_break(self, fault: Fault) -> None:
         """Wait (until the delay is over or the channel closed) or close the channel and raise."""

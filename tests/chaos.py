@@ -51,7 +51,7 @@ KINDS: dict[str, dict[str, Any]] = {
 #: Who dies -> ranks of the source worker P and of the target worker D; the last of its worker is the mortal one.
 SIDES = {"source": (2, 1), "target": (2, 1), "sibling": (1, 2)}
 #: How a transfer may end at its target when somebody dies, stops or restarts: with an error of these kinds, or whole.
-ERRORS = ("AbortedError", "DeadlineError", "PeerError", "StaleError", "TransportError")
+ERRORS = ("AbortedError", "DeadlineError", "PeerError", "StaleError", "TicketError", "TransportError")
 
 Cast = tuple[list[RankProcess], list[RankProcess]]
 
@@ -330,17 +330,16 @@ def restarts(options: argparse.Namespace) -> None:
     """A source at the same address, with transfers in flight."""
     share = -(-options.count // len(options.kinds))
     for kind in options.kinds:
-        refused = 0
+        refused, step = 0, max(1, share // 5)
         with play(kind, "source") as found:
             addresses = found.addresses()
             found.spare.signal(signal.SIGKILL)
             found.spare = found.mortal(**addresses)
-            for number in range(share):
+            for number in range(1, share + 1):
                 refused += found.restart(addresses, late=number % 2 == 0)
-            outcomes = dict(found.outcomes)
-        print(
-            f"{kind:11} {share} restarts, in flight: {outcomes}; {refused} messages of old epochs refused, 0 accepted"
-        )
+                if number % step == 0:
+                    said = f"in flight: {dict(found.outcomes)}; {refused} messages of old epochs refused, 0 accepted"
+                    print(f"{kind:11} {number} restarts, {said}", flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

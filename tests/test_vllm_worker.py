@@ -310,6 +310,28 @@ def test_a_used_ticket_fails_and_the_next_request_works() -> None:
         source.until(0, "s")
 
 
+@pytest.mark.parametrize("row", ["out of range", "stale after reuse", "dead producer"])
+def test_a_bad_reference_fails_its_load(row: str) -> None:
+    """vllm#52234, where each of these was an answer from wrong state; "used twice" is the test above."""
+    with engine("d", 1, 6) as target, ExitStack() as stack:
+        source = stack.enter_context(engine("p", 1, 16))
+        offer, where = offer_of("r", blocks(source, 3)), blocks(target, 1)
+        source.step(Step(offers=(offer,), handed=("r",)))
+        ticket = source.ticket(offer)
+        if row == "out of range":
+            where = tuple(tuple(block + 10_000 for block in group) for group in where)
+        elif row == "stale after reuse":
+            source.step(Step(withdrawn=("r",), offers=(offer_of("s", offer.blocks),)))
+        else:
+            source.step(Step(withdrawn=("r",)))  # so that it may be asked whether it holds something
+            stack.close()
+        found = target.step(Step(loads=(load_of("r", ticket, where),)))
+        assert ("r" in found[0][2]) if row == "out of range" else (target.until(1, "r") == [True])
+        assert len(target.stats().data["transfers"]) == 1
+        if row != "dead producer":
+            source.step(Step(withdrawn=("r", "s")))
+
+
 def test_a_cancelled_load_ends_at_both_sides() -> None:
     with engine("p", 1, 16) as source, engine("d", 1, 6) as target:
         offer = offer_of("r", blocks(source, 3))

@@ -25,7 +25,7 @@ from pdxfer.connectors.vllm_settings import Settings
 from pdxfer.connectors.vllm_stats import PdxferStats
 from pdxfer.connectors.vllm_step import BlockIds, Load, Offer, Step
 from pdxfer.connectors.vllm_tensors import GroupTable, RankTensors
-from pdxfer.errors import PdxferError
+from pdxfer.errors import MisuseError, PdxferError
 from pdxfer.layout import Holding, Layout, RankLayout
 from pdxfer.observe import Admin, Observer
 from pdxfer.observe.tracing import tracing_listeners
@@ -231,9 +231,11 @@ class WorkerSide:
                 continue
             rows = -(-tokens // self.spec[holding.component].tokens_per_row)
             for index in range(rows // holding.page_rows, len(tables[holding.table])):
-                first = max(0, rows - index * holding.page_rows)
+                page, first = tables[holding.table][index], max(0, rows - index * holding.page_rows)
+                if not 0 <= page < holding.pages:
+                    raise MisuseError(f"page {page} of table {holding.table!r} is none of {holding.pages}")
                 for region, offset in zip(holding.regions, holding.offsets, strict=True):
-                    at = offset + tables[holding.table][index] * holding.page_stride + first * holding.row_stride
+                    at = offset + page * holding.page_stride + first * holding.row_stride
                     _zero(self._storages[region], holding, at, holding.page_rows - first)
 
     def after_forward(self, step: Step, fence: Callable[[], None] | None = None) -> None:

@@ -157,13 +157,13 @@ class ExhaustedError(PdxferError):
         super().__init__(message, hint=hint, reason=reason, details={"retry_after_s": f"{retry_after_s:g}"})
         self.retry_after_s = retry_after_s
 
-
-def check_exhausted(error: Exception, what: str) -> None:
-    """Raise ExhaustedError when an OSError (or ZMQError) says that descriptors, memory or disk are used up here."""
-    number = getattr(error, "errno", None)
-    if number in _USED_UP:
-        hint = "raise the limit of open files (ulimit -n)" if number in (errno.EMFILE, errno.ENFILE) else ""
-        raise ExhaustedError(f"{what}: {os.strerror(number)}", hint=hint) from error
+    @classmethod
+    def check(cls, error: Exception, what: str) -> None:
+        """Raise this when an OSError (or ZMQError) says that descriptors, memory or disk are used up here."""
+        number = getattr(error, "errno", None)
+        if number in _USED_UP:
+            hint = "raise the limit of open files (ulimit -n)" if number in (errno.EMFILE, errno.ENFILE) else ""
+            raise cls(f"{what}: {os.strerror(number)}", hint=hint) from error
 
 
 class CorruptError(PdxferError):

@@ -53,6 +53,8 @@ SIDES = {"source": (2, 1), "target": (2, 1), "sibling": (1, 2)}
 #: How a transfer may end at its target when somebody dies, stops or restarts: with an error of these kinds, or whole.
 ERRORS = ("AbortedError", "DeadlineError", "PeerError", "StaleError", "TicketError", "TransportError")
 
+_POOL_THREADS = 3  # of control's pool, which grows with calls at the same moment and never shrinks
+
 Cast = tuple[list[RankProcess], list[RankProcess]]
 
 
@@ -96,6 +98,8 @@ class Play:
         self.hand_over(self.spare)
         self._two_at_once()
         self.held = [rank.ask("held") for rank in self.survivors]
+        for held in self.held:
+            held["threads"] += _POOL_THREADS
 
     def _two_at_once(self) -> None:
         """Fill the pools of idle channels that survivors keep, as far as a strike will."""

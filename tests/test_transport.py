@@ -195,7 +195,9 @@ def test_corrupt_flips_one_bit_of_one_payload(scheme):
 
 def test_drop_truncate_and_disconnect():
     arrived, ended, _ = send_three(FaultPlan.of(Fault(kind="drop", at=0), Fault(kind="truncate", at=2)))
-    assert arrived == [(b"1", WHOLE), (b"2", WHOLE[:50])]
+    assert arrived[0] == (b"1", WHOLE)
+    assert len(arrived[1][1]) < len(WHOLE)
+    assert WHOLE.startswith(arrived[1][1])
     assert ended is DeadlineError
     arrived, ended, _ = send_three(FaultPlan.of(Fault(kind="disconnect", at=2, on="message")))
     assert arrived == [(b"0", WHOLE)]

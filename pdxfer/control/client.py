@@ -23,7 +23,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pdxfer.control.convert import METHODS, SERVICE, Method, decode_error
 from pdxfer.control.endpoint import MAX_MESSAGE_BYTES, SHARED_OPTIONS, Endpoint
 from pdxfer.control.tls import LOCAL, Caller, Credentials
-from pdxfer.errors import AbortedError, DeadlineError, MisuseError, PeerError, check_exhausted
+from pdxfer.errors import AbortedError, DeadlineError, ExhaustedError, MisuseError, PeerError
 from pdxfer.messages import (
     Abort,
     Complete,
@@ -308,7 +308,7 @@ def _check_descriptors(address: str) -> None:
     try:
         os.close(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
     except OSError as error:
-        check_exhausted(error, f"{address} can't be reached")
+        ExhaustedError.check(error, f"{address} can't be reached")
 
 
 def _checked_timeout_s(timeout_s: float) -> float:

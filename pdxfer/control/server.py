@@ -32,7 +32,7 @@ from pdxfer.control.convert import METHODS, SERVICE, Method, encode_error
 from pdxfer.control.endpoint import MAX_MESSAGE_BYTES, SHARED_OPTIONS, Endpoint
 from pdxfer.control.tls import LOCAL, Caller, Credentials
 from pdxfer.directory import clear_stale_socket, remove_socket
-from pdxfer.errors import DeadlineError, InternalError, MisuseError, PdxferError, TicketError, check_exhausted
+from pdxfer.errors import DeadlineError, ExhaustedError, InternalError, MisuseError, PdxferError, TicketError
 from pdxfer.messages import ControlHandler, Describe
 from pdxfer.trace import HEADER, current, traceparent
 
@@ -337,4 +337,4 @@ def _check_room(endpoint: Endpoint) -> None:
         if endpoint.path:
             os.unlink(probe)
     except OSError as error:
-        check_exhausted(error, f"can't listen at {endpoint}")
+        ExhaustedError.check(error, f"can't listen at {endpoint}")

@@ -25,7 +25,7 @@ import msgpack
 import numpy as np
 
 from pdxfer.directory import PrivateDirectory
-from pdxfer.errors import DeadlineError, ExhaustedError, MisuseError, TransportError, check_exhausted
+from pdxfer.errors import DeadlineError, ExhaustedError, MisuseError, TransportError
 from pdxfer.transport.base import Address, Channel, Deadline, Listener, Transport, format_address, parse_address
 from pdxfer.transport.regions import Closable, Region, parse_fields
 from pdxfer.transport.runs import check_nbytes, writable_view
@@ -76,7 +76,7 @@ class ShmTransport(Transport):
         try:
             return self._adopt(_listen_fresh(self, self._directory))
         except OSError as error:
-            check_exhausted(error, f"can't make a socket directory under {self._directory}")
+            ExhaustedError.check(error, f"can't make a socket directory under {self._directory}")
             raise TransportError(
                 f"can't make a socket directory under {self._directory}: {error.strerror}",
                 hint="set TMPDIR, or say ShmTransport(directory=...)",
@@ -95,7 +95,7 @@ class ShmTransport(Transport):
         except (OSError, TransportError, DeadlineError) as error:
             data.close()
             if isinstance(error, OSError):
-                check_exhausted(error, f"can't connect to {address}")
+                ExhaustedError.check(error, f"can't connect to {address}")
                 raise TransportError(f"can't connect to {address}: {error.strerror}") from error
             raise
         return self._adopt(ShmChannel(self, data, acks, process_id))
@@ -168,7 +168,7 @@ class ShmListener(Listener):
             self._socket.listen(128)
         except OSError as error:
             self._socket.close()
-            check_exhausted(error, f"can't listen at shm://{path}")
+            ExhaustedError.check(error, f"can't listen at shm://{path}")
             raise TransportError(f"can't listen at shm://{path}: {error.strerror}") from error
         self._open = UseCount(wake=lambda: self._socket.shutdown(socket.SHUT_RDWR), release=self._socket.close)
 

@@ -33,7 +33,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Protocol
 
-from pdxfer.errors import DeadlineError, ExhaustedError, MisuseError, TransportError, check_exhausted
+from pdxfer.errors import DeadlineError, ExhaustedError, MisuseError, TransportError
 from pdxfer.transport.base import (
     MAX_HEADER_BYTES,
     WINDOW_MESSAGES,
@@ -219,7 +219,7 @@ class ShmChannel(Channel):
         except OSError as error:
             closing = self._open.closing
             self.close()
-            check_exhausted(error, "the channel had to be closed")
+            ExhaustedError.check(error, "the channel had to be closed")
             raise TransportError("the channel is closed" if closing else _explain(error)) from error
         except (ExhaustedError, TransportError):
             self.close()

@@ -25,7 +25,7 @@ from typing import ClassVar
 
 import zmq
 
-from pdxfer.errors import DeadlineError, ExhaustedError, MisuseError, PdxferError, TransportError, check_exhausted
+from pdxfer.errors import DeadlineError, ExhaustedError, MisuseError, PdxferError, TransportError
 from pdxfer.transport.base import (
     MAX_HEADER_BYTES,
     Address,
@@ -180,7 +180,7 @@ class TcpTransport(LocalMemoryTransport):
         try:
             line = ConnectedLine(self.io, endpoint, self.options, ipv6=":" in host, **options)
         except zmq.ZMQError as error:
-            check_exhausted(error, f"can't connect to {address}")
+            ExhaustedError.check(error, f"can't connect to {address}")
             raise TransportError(f"can't connect to {address}: {error}") from error
 
         def on_end(why: str) -> None:

@@ -21,7 +21,7 @@ import select
 import numpy as np
 from numpy.typing import NDArray
 
-from pdxfer.errors import ExhaustedError, TransportError, check_exhausted
+from pdxfer.errors import ExhaustedError, TransportError
 from pdxfer.transport.regions import RegionDescriptor, RemoteRegion
 from pdxfer.transport.runs import Runs, check_runs
 from pdxfer.transport.unix import UseCount
@@ -90,7 +90,7 @@ def map_memfd(fd: int, nbytes: int, *, writable: bool = False) -> memoryview:
     try:
         return memoryview(mmap.mmap(fd, nbytes, mmap.MAP_SHARED | (mmap.MAP_POPULATE if backed else 0), prot))
     except (OSError, ValueError, OverflowError) as error:
-        check_exhausted(error, f"the peer's shared memory of {nbytes} bytes can't be mapped")
+        ExhaustedError.check(error, f"the peer's shared memory of {nbytes} bytes can't be mapped")
         raise TransportError(f"the peer's shared memory of {nbytes} bytes can't be mapped: {error}") from error
 
 

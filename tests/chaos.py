@@ -2,6 +2,7 @@
 
     python -m tests.chaos kills --count 200
     python -m tests.chaos restarts --count 500
+    python -m tests.chaos soak --count 300
 
 Each prints what it did, and fails at the first thing that is not as promised: a byte that is wrong, a survivor that is
 not ready again in time, a message that a dead process meant and another one believed, anything left behind.
@@ -279,6 +280,48 @@ class Play:
         refused: int = counters["refused"]
         return refused
 
+    # -- a long life ----------------------------------------------------------------------------------
+
+    def soak(self, seconds: float, *, kill_s: float = 20.0) -> tuple[int, list[float]]:
+        """Mixed sizes, one in ten cancelled, a kill each ``kill_s``: what survivors hold must stay flat.
+
+        Returns how many transfers there were, and by how much the memory of each survivor has grown from the middle of
+        the time (before it, pools fill) to the end, as a share.
+        """
+        began_s = time.monotonic()
+        struck_s, count, memory = began_s, 0, list[list[int]]()
+        while (now_s := time.monotonic()) < began_s + seconds:
+            if now_s > struck_s + kill_s:
+                self.strike(random.choice([*POINTS[self.side]]))
+                struck_s = now_s
+            self._one_of_many(random.randrange(1, 1200), cancel=random.random() < 0.1)
+            count += 1
+            if now_s > began_s + seconds / 2:
+                memory.append([_resident(rank) for rank in self.survivors])
+        for rank, held in zip(self.survivors, self.held, strict=True):
+            assert rank.ask("held", at_most=held)["pages"] == 0
+        third = max(1, len(memory) // 3)
+        early, late = (
+            [sum(column) / third for column in zip(*part, strict=True)] for part in (memory[:third], memory[-third:])
+        )
+        return count, [after / before - 1 for before, after in zip(early, late, strict=True)]
+
+    def _one_of_many(self, tokens: int, *, cancel: bool) -> None:
+        if not cancel:
+            self.hand_over(self.spare, tokens)
+            return
+        cast, key = self.cast(self.spare), self.key()
+        self.fetch(cast, key, self.offer(cast, key, tokens), TIMEOUT_S, tokens)
+        for target in cast[1]:
+            target.ask("cancel", key=key)
+            self.outcome(key, target, TIMEOUT_S)
+        for source in cast[0]:
+            source.ask("ended", key=key)
+
+
+def _resident(rank: RankProcess) -> int:
+    return int(Path(f"/proc/{rank.process.pid}/statm").read_text().split()[1])
+
 
 def _fallen(victim: RankProcess, number: int, point: str) -> None:
     """Wait until the process is dead or stopped."""
@@ -346,6 +389,18 @@ def restarts(options: argparse.Namespace) -> None:
                     print(f"{kind:11} {number} restarts, {said}", flush=True)
 
 
+def soak(options: argparse.Namespace) -> None:
+    """Mixed sizes, cancels and kills; ``--count`` is seconds."""
+    for kind in options.kinds:
+        with play(kind, "source") as found:
+            count, growth = found.soak(options.count / len(options.kinds))
+        said = ", ".join(f"{share:+.2%}" for share in growth)
+        print(
+            f"{kind:11} {count} transfers, {len(found.ready_s)} kills; resident memory of survivors {said}", flush=True
+        )
+        assert max(growth) < 0.02, "memory grows"
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """See the module."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__.partition("\n")[0])
@@ -360,6 +415,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     command(kills, 200).add_argument("--stops", type=int, default=8, help="every how many one is a SIGSTOP; 0: none")
     command(restarts, 500)
+    command(soak, 300)
     options = parser.parse_args(arguments)
     began_s = time.monotonic()
     options.run(options)

@@ -131,6 +131,9 @@ class _Server:
             raise
         self.fetches[key] = fetch, time.monotonic(), before
 
+    def do_cancel(self, key: str) -> None:
+        self.fetches[key][0].cancel()
+
     def do_state(self, key: str) -> str:
         return self.fetches[key][0].state.value
 

@@ -48,6 +48,14 @@ def test_a_source_back_at_its_address_believes_nothing_that_was_meant_for_the_de
             found.restart(addresses, late=late)
 
 
+@pytest.mark.slow
+def test_twenty_seconds_of_mixed_sizes_cancels_and_kills():
+    with play("shm-packed", "source") as found:
+        count, _ = found.soak(20.0, kill_s=6.0)
+        assert count
+        assert found.ready_s
+
+
 # ---------------------------------------------------------------- found
 
 

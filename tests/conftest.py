@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 from types import ModuleType
 
 import pytest
@@ -12,6 +13,10 @@ from hypothesis import HealthCheck, settings
 __all__ = ["require"]
 
 pytest.register_assert_rewrite("pdxfer.testing.transport")  # before any test imports the conformance suite
+
+# A background job of a shell ignores SIGINT, and so would every child that a test interrupts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A shared two-core machine is slow at random: nothing here may depend on how long an example took.
 settings.register_profile("pdxfer", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])

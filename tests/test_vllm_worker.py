@@ -344,12 +344,12 @@ def test_a_cancelled_load_ends_at_both_sides() -> None:
 
 
 def test_a_declined_ticket_is_freed_and_a_kept_one_stays() -> None:
-    with engine("p", 1, 16, lease_s=0.4) as source, engine("d", 2, 6) as target:
+    with engine("p", 1, 16, lease_s=1.5) as source, engine("d", 2, 6) as target:
         kept, declined = offer_of("k", blocks(source, 3)), offer_of("d", blocks(source, 20))
         source.step(Step(offers=(kept, declined), handed=("k", "d")))
         target.step(Step(keep=(source.ticket(kept),), declined=((source.ticket(declined), "not needed"),)))
         assert source.until(0, "d") == [False]
-        time.sleep(1.0)  # two and a half leases
+        time.sleep(3.0)  # two leases
         target.step(Step(loads=(load_of("k", source.ticket(kept), blocks(target, 1)),)))
         assert target.until(1, "k") == [False, False]
         assert source.until(0, "k") == [False]

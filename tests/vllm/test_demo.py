@@ -34,7 +34,6 @@ def directory() -> Iterator[str]:
 
 def start(directory: str, *arguments: str) -> subprocess.Popen[str]:
     require("vllm")
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job's children would ignore it, as it does
     return subprocess.Popen(
         [sys.executable, "-m", "pdxfer", "demo", "--engine", "vllm", *arguments],
         stdout=subprocess.PIPE,

@@ -57,7 +57,6 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
         _m("agent.source:Source._free_completed", "quiet = record.quiet()", "quiet = True"),
     ),
     "a lease ends without fencing": (_m("agent.source:_Record.quiet", "return all(", "return True or all("),),
-    "what is still read is forgotten": (_m("agent.source:Source._remember", "candidate.quiet()", "True"),),
     "a lease never ends": (_m("transfer:Offer.expired", "return not self.ended and", "return False and"),),
     "an ended session is still served": (
         _m("agent.serve:SourceSession.answer", "if self._closed:", "if False:"),
@@ -133,7 +132,6 @@ FOCUS: dict[str, dict[str, tuple[str, ...]]] = {
     "a source's pages are free before its threads are quiet": {"faults": ("stall",), "stories": ("withdrawn",)},
     "a completed source does not wait for sessions that were replaced": {"faults": ("stall",), "stories": ("doubled",)},
     "a lease ends without fencing": {"faults": ("stall",), "stories": ("withdrawn",)},
-    "what is still read is forgotten": {"faults": ("stall",), "stories": ("cancelled",)},
     "an ended session is still served": {"stories": ("withdrawn", "expired", "doubled")},
     "a ticket's seal is not checked": {"stories": ("forged",)},
     "a ticket's nonce is not checked": {"stories": ("outlived", "plain")},
@@ -149,7 +147,6 @@ FIRST: dict[str, int] = {
     "a source's pages are free before its threads are quiet": 9,
     "a completed source does not wait for sessions that were replaced": 8,
     "a lease ends without fencing": 5,
-    "what is still read is forgotten": 2,
     "a duplicate chunk is accepted": 4,
     "a credit is lost with every chunk": 4,
 }

@@ -13,7 +13,6 @@ C++: connect only to peers that you trust not to attack your process.
 
 from __future__ import annotations
 
-import atexit
 import importlib
 import logging
 import math
@@ -98,12 +97,6 @@ class NixlTransport(PlaneTransport):
                 hint="NIXL_LOG_LEVEL=DEBUG and UCX_LOG_LEVEL=info say more",
             ) from error
         self._agent = agent
-        # Its threads must not outlive the interpreter: with a UCX back-end alive, exits have been seen to crash.
-        atexit.register(self._close_at_exit)
-
-    def _close_at_exit(self) -> None:
-        if os.getpid() == self._process_id:
-            self.close()
 
     @contextmanager
     def calls(self, what: str) -> Iterator[Any]:
@@ -226,7 +219,6 @@ class NixlTransport(PlaneTransport):
 
     def close(self) -> None:
         """As the others; then the agent goes, and with it its threads and sockets."""
-        atexit.unregister(self._close_at_exit)
         super().close()
         with self._lock:
             self._agent = None

@@ -20,8 +20,10 @@ begins moves and watches those underway (``links.py``). ``_changed`` guards what
 
 from __future__ import annotations
 
+import atexit
 import logging
 import math
+import os
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable
@@ -401,6 +403,12 @@ class PlaneTransport(TcpTransport):
             _log.warning("INSECURE: whoever can connect to the %s plane of this process can use it", self.scheme)
         self.mover = Mover(f"{self.magic}-mover", stall_s, self.tend)
         self.staging = Staging(staging_bytes, lambda nbytes: self.allocate(nbytes, "received"))
+        # Threads of the planes' libraries must not outlive the interpreter: exits have been seen to crash or abort.
+        atexit.register(self._close_at_exit)
+
+    def _close_at_exit(self) -> None:
+        if os.getpid() == self._process_id:
+            self.close()
 
     def tend(self) -> float:
         """On the mover's thread: help peers that read here; returns when to be called again, in seconds."""
@@ -443,5 +451,6 @@ class PlaneTransport(TcpTransport):
 
     def close(self) -> None:
         """As over tcp; then end the mover."""
+        atexit.unregister(self._close_at_exit)
         super().close()
         self.mover.close()

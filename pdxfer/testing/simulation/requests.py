@@ -268,7 +268,7 @@ class Request:
         misused = isinstance(error, MisuseError) and not isinstance(error, TicketError)
         if not isinstance(error, PdxferError) or isinstance(error, InternalError):
             self._blame(f"a bug: {type(error).__name__}: {error}")
-        elif misused and self.story not in ("doubled", "forged"):
+        elif misused and self.story not in ("doubled", "forged", "outlived"):
             self._blame(f"misuse that was none: {error}")
         elif not must_fail:
             self._unless_explained(f"failed for no reason: {type(error).__name__}: {error}", error)

@@ -6,6 +6,7 @@ them everything comes to rest, and then nothing may be left: no page, slot, sess
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -380,4 +381,12 @@ class Simulation:
 
 def simulate(seed: int, transfers: int = 200, *, faults: Sequence[str] = (), stories: Sequence[str] = ()) -> Report:
     """Run one seed; errors of the simulation itself are raised."""
-    return Simulation(seed, transfers, faults=faults, stories=stories).run()
+    # Garbage is collected between seeds only: saves an eighth of the time, and no finalizer runs at a moment of its own.
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        return Simulation(seed, transfers, faults=faults, stories=stories).run()
+    finally:
+        if collecting:
+            gc.enable()
+        gc.collect()

@@ -23,14 +23,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from pdxfer.errors import MisuseError
 from pdxfer.layout import Box, Holding, Layout, RankLayout, RegionShape, TokenOwnership
 from pdxfer.spec import DTYPE_BYTES, CacheSpec, Component, Growth, Ownership
 
-__all__ = ["PLACEMENTS", "Parallel", "Storage", "UnifiedPages", "build_layout", "unify_pages"]
+__all__ = ["PLACEMENTS", "Parallel", "Storage", "build_layout"]
 
 PLACEMENTS = ("per_layer", "per_request", "unified")
+
+_Pieces = list[tuple[int, dict[str, Any]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,33 +113,6 @@ class Storage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UnifiedPages:
-    """One page size for KV and state: see ``unify_pages``."""
-
-    page_tokens: int
-    page_bytes: int
-    attention_padding_bytes: int
-    state_padding_bytes: int
-
-
-def unify_pages(attention_bytes_per_token: int, state_bytes: int, alignment_tokens: int = 16) -> UnifiedPages:
-    """Grow the attention page in steps until it covers the state page, then pad the smaller one.
-
-    With a state that is none (0 B) the page is one step. This is how vLLM's hybrid allocator gets pages of
-    1,056 tokens for Qwen3-Next at TP 1 and 272 at TP 8.
-    """
-    steps = max(1, math.ceil(state_bytes / (attention_bytes_per_token * alignment_tokens)))
-    tokens = steps * alignment_tokens
-    page_bytes = max(tokens * attention_bytes_per_token, state_bytes)
-    return UnifiedPages(
-        page_tokens=tokens,
-        page_bytes=page_bytes,
-        attention_padding_bytes=page_bytes - tokens * attention_bytes_per_token,
-        state_padding_bytes=page_bytes - state_bytes,
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Tensor:
     """Components stored side by side on ``concat``; ``order`` runs from the outermost axis to the innermost."""
 
@@ -146,18 +122,6 @@ class _Tensor:
     dtype: str
     margin: tuple[int, int]
     paged: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Piece:
-    """One component inside one rank's tensor: bytes relative to the tensor's first byte in page 0."""
-
-    component: Component
-    box: Box
-    offset: int
-    strides: tuple[int, ...]
-    row_stride: int
-    page_rows: int
 
 
 def build_layout(spec: CacheSpec, parallel: Parallel, storage: Storage, placement: str = "per_layer") -> Layout:
@@ -250,34 +214,23 @@ class _RankBuilder:
     def _per_layer(self, tensor: _Tensor) -> None:
         pieces, nbytes = self._pieces(tensor, self.storage.page_tokens)
         pages = self.storage.pages if tensor.paged else self.storage.slots
-        layers = self._held(tensor)
-        regions = [self._region(f"{tensor.parts[0].name}.{layer}", pages * nbytes) for layer in layers]
-        self._hold(tensor, pieces, layers, regions, [0] * len(layers), nbytes, pages, _table(tensor))
+        at = {x: (self._region(f"{tensor.parts[0].name}.{x}", pages * nbytes), 0) for x in self._held(tensor)}
+        self._hold(tensor, pieces, at, nbytes, pages, _table(tensor))
 
     def _one_block_per_request(self, tensors: list[_Tensor]) -> None:
         """Slot: layer by layer, all tensors of a layer one after the other."""
         cursor = 0
-        offsets: dict[int, list[int]] = {i: [] for i in range(len(tensors))}
+        offsets: list[dict[int, int]] = [{} for _ in tensors]
         for layer in self.layers:
-            for i, tensor in enumerate(tensors):
+            for tensor, mine in zip(tensors, offsets, strict=True):
                 if layer in tensor.parts[0].layers:
-                    cursor = _align(cursor, 16)
-                    offsets[i].append(cursor)
-                    cursor += self._pieces(tensor, 1)[1]
+                    mine[layer] = _align(cursor, 16)
+                    cursor = mine[layer] + self._pieces(tensor, 1)[1]
         stride = _align(cursor, 64)
         region = self._region("state", stride * self.storage.slots)
-        for i, tensor in enumerate(tensors):
-            layers = self._held(tensor)
-            self._hold(
-                tensor,
-                self._pieces(tensor, 1)[0],
-                layers,
-                [region] * len(layers),
-                offsets[i],
-                stride,
-                self.storage.slots,
-                "state",
-            )
+        for tensor, mine in zip(tensors, offsets, strict=True):
+            at = {layer: (region, offset) for layer, offset in mine.items()}
+            self._hold(tensor, self._pieces(tensor, 1)[0], at, stride, self.storage.slots, "state")
 
     def _unified(self, tensors: tuple[_Tensor, ...]) -> None:
         kinds = [[t for t in tensors if _table(t) == name and self._held(t)] for name in ("kv", "window", "state")]
@@ -294,19 +247,8 @@ class _RankBuilder:
             for tensor in kind:
                 pieces, nbytes = self._pieces(tensor, page_tokens)
                 held = [x for x in chunk if x in tensor.parts[0].layers]
-                offsets = [chunk.index(x) * page_bytes + cursor for x in held]
-                if held:
-                    name = f"{_table(tensor)}.{g}"
-                    self._hold(
-                        tensor,
-                        pieces,
-                        tuple(held),
-                        [region] * len(held),
-                        offsets,
-                        block_stride,
-                        self.storage.pages,
-                        name,
-                    )
+                at = {x: (region, chunk.index(x) * page_bytes + cursor) for x in held}
+                self._hold(tensor, pieces, at, block_stride, self.storage.pages, f"{_table(tensor)}.{g}")
                 cursor = _align(cursor + nbytes, 16)
 
     def _unified_page(self, kinds: list[list[_Tensor]]) -> tuple[int, int]:
@@ -333,15 +275,13 @@ class _RankBuilder:
         self.regions.append(RegionShape(name=name, nbytes=nbytes))
         return len(self.regions) - 1
 
-    def _pieces(self, tensor: _Tensor, page_tokens: int) -> tuple[list[_Piece], int]:
-        """Cut one tensor for this rank: its pieces, and the bytes of one page (or slot)."""
+    def _pieces(self, tensor: _Tensor, page_tokens: int) -> tuple[_Pieces, int]:
+        """Cut one tensor for this rank: each component's first byte in page 0 and its geometry; bytes of one page."""
         boxes = [self._box(c) for c in tensor.parts]
-        per_row = tensor.parts[0].tokens_per_row
+        name, per_row = tensor.parts[0].name, tensor.parts[0].tokens_per_row
         rows = page_tokens // per_row if tensor.paged else 1
         if rows * per_row != page_tokens and tensor.paged:
-            raise MisuseError(
-                f"{tensor.parts[0].name}: {page_tokens} tokens per page don't divide into rows of {per_row} tokens"
-            )
+            raise MisuseError(f"{name}: {page_tokens} tokens per page don't divide into rows of {per_row} tokens")
         names = [a.name for a in tensor.parts[0].axes]
         extents = dict(zip(names, boxes[0].shape, strict=True)) | {"row": rows}
         if len(boxes) > 1:
@@ -352,20 +292,12 @@ class _RankBuilder:
         for axis in reversed(tensor.order):
             strides[axis] = reach
             reach *= extents[axis]
-        pieces, along = [], 0
+        pieces: _Pieces = []
+        along = 0
+        geometry = {"strides": tuple(strides[n] for n in names), "row_stride": strides["row"], "page_rows": rows}
         for component, box in zip(tensor.parts, boxes, strict=True):
-            offset = along * strides.get(tensor.concat, 0) + tensor.margin[0] * strides.get("taps", 0)
-            piece_strides = tuple(strides[name] for name in names)
-            pieces.append(
-                _Piece(
-                    component=component,
-                    box=box,
-                    offset=offset,
-                    strides=piece_strides,
-                    row_stride=strides["row"],
-                    page_rows=rows,
-                )
-            )
+            start = along * strides.get(tensor.concat, 0) + tensor.margin[0] * strides.get("taps", 0)
+            pieces.append((start, {"component": component.name, "box": box, **geometry}))
             along += box.shape[names.index(tensor.concat)] if tensor.concat in names else 0
         return pieces, reach
 
@@ -384,33 +316,16 @@ class _RankBuilder:
         return Box(tuple(starts), tuple(stops))
 
     def _hold(
-        self,
-        tensor: _Tensor,
-        pieces: list[_Piece],
-        layers: tuple[int, ...],
-        regions: list[int],
-        offsets: list[int],
-        page_stride: int,
-        pages: int,
-        table: str,
+        self, tensor: _Tensor, pieces: _Pieces, at: dict[int, tuple[int, int]], page_stride: int, pages: int, table: str
     ) -> None:
-        for piece in pieces if layers else ():
+        """``at``: region and offset of each layer held."""
+        tokens = self.tokens if tensor.paged else TokenOwnership()
+        for start, piece in pieces if at else ():
             held = Holding(
-                component=piece.component.name,
-                layers=layers,
-                box=piece.box,
-                dtype=tensor.dtype,
-                table=table,
-                regions=tuple(regions),
-                offsets=tuple(offset + piece.offset for offset in offsets),
-                strides=piece.strides,
-                row_stride=piece.row_stride,
-                page_rows=piece.page_rows,
-                page_stride=page_stride,
-                pages=pages,
-                tokens=self.tokens if tensor.paged else TokenOwnership(),
-                accepts=self.storage.accepts if piece.component.name == "S" else (),
-            )
+                **piece, layers=tuple(at), regions=tuple(region for region, _ in at.values()), dtype=tensor.dtype,
+                offsets=tuple(offset + start for _, offset in at.values()), page_stride=page_stride, pages=pages,
+                table=table, tokens=tokens, accepts=self.storage.accepts if piece["component"] == "S" else (),
+            )  # fmt: skip
             self.holdings.append(held)
 
 

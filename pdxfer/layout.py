@@ -50,9 +50,8 @@ class Box:
     stops: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if len(self.starts) != len(self.stops) or any(
-            not 0 <= a < b for a, b in zip(self.starts, self.stops, strict=True)
-        ):
+        sides = zip(self.starts, self.stops, strict=False)
+        if len(self.starts) != len(self.stops) or any(not 0 <= a < b for a, b in sides):
             raise MisuseError(f"not a box: starts {self.starts}, stops {self.stops}")
 
     @property
@@ -64,12 +63,6 @@ class Box:
     def volume(self) -> int:
         """Elements inside."""
         return math.prod(self.shape)
-
-    def intersection(self, other: Box) -> Box | None:
-        """The box that both hold, or None."""
-        starts = tuple(map(max, self.starts, other.starts))
-        stops = tuple(map(min, self.stops, other.stops))
-        return Box(starts, stops) if all(a < b for a, b in zip(starts, stops, strict=True)) else None
 
     def overlaps(self, other: Box) -> bool:
         """Whether the two share an element."""
@@ -224,7 +217,8 @@ class RankLayout:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; ``from_json`` is its inverse."""
-        return _rank_to_json(self)
+        found: dict[str, Any] = json.loads(_rank_text(self, {}))
+        return found
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> RankLayout:
@@ -385,7 +379,8 @@ class Layout:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; ``from_json`` is its inverse."""
-        return {"spec": self.spec.to_json(), "ranks": [_rank_to_json(rank) for rank in self.ranks]}
+        found: dict[str, Any] = json.loads(self.to_bytes())
+        return found
 
     def to_bytes(self) -> bytes:
         """Canonical JSON as UTF-8, as Describe carries it."""
@@ -411,34 +406,17 @@ class Layout:
         return cls.from_json(value)
 
 
+def _int(value: Any) -> int:
+    if type(value) is not int:
+        raise TypeError(f"expected an integer, got {value!r}")
+    return value
+
+
 def _ints(values: Any) -> tuple[int, ...]:
-    if any(type(v) is not int for v in values):
-        raise TypeError(f"expected integers, got {values!r}")
-    return tuple(values)
+    return tuple(map(_int, values))
 
 
-def _rank_to_json(rank: RankLayout) -> dict[str, Any]:
-    # Written out, not dataclasses.asdict: that copies every number and made the digest cost more than the plan.
-    return {
-        "rank": rank.rank,
-        "host": rank.host,
-        "regions": [{"name": r.name, "nbytes": r.nbytes} for r in rank.regions],
-        "holdings": [_holding_to_json(h) for h in rank.holdings],
-    }
-
-
-def _holding_to_json(holding: Holding) -> dict[str, Any]:
-    tokens = holding.tokens
-    plain = {name: getattr(holding, name) for name in _PLAIN_FIELDS}
-    return plain | {
-        "box": {"starts": holding.box.starts, "stops": holding.box.stops},
-        "tokens": {"interleave": tokens.interleave, "size": tokens.size, "index": tokens.index},
-    }
-
-
-_PLAIN_FIELDS = tuple(f.name for f in fields(Holding) if f.name not in ("box", "tokens"))
-
-
+_FIELDS = tuple(sorted(f.name for f in fields(Holding)))
 # The canonical text, written out: ranks share most of their numbers, and the digest would cost more than the plan.
 
 
@@ -461,49 +439,28 @@ def _rank_text(rank: RankLayout, known: dict[object, str]) -> str:
 
 def _holding_text(holding: Holding, known: dict[object, str]) -> str:
     box, tokens = holding.box, holding.tokens
-    texts = {name: _text(getattr(holding, name), known) for name in _PLAIN_FIELDS}
-    texts["box"] = f'{{"starts":{_text(box.starts, known)},"stops":{_text(box.stops, known)}}}'
-    texts["tokens"] = f'{{"index":{tokens.index},"interleave":{tokens.interleave},"size":{tokens.size}}}'
-    return "{" + ",".join([f'"{name}":{texts[name]}' for name in _SORTED_FIELDS]) + "}"
-
-
-_SORTED_FIELDS = tuple(sorted((*_PLAIN_FIELDS, "box", "tokens")))
+    written = {
+        "box": f'{{"starts":{_text(box.starts, known)},"stops":{_text(box.stops, known)}}}',
+        "tokens": f'{{"index":{tokens.index},"interleave":{tokens.interleave},"size":{tokens.size}}}',
+    }
+    texts = [f'"{name}":{written.get(name) or _text(getattr(holding, name), known)}' for name in _FIELDS]
+    return "{" + ",".join(texts) + "}"
 
 
 def _rank_from_json(data: Mapping[str, Any]) -> RankLayout:
-    (rank, host) = _ints([data["rank"], data["host"]])
-    regions = tuple(RegionShape(name=str(r["name"]), nbytes=_ints([r["nbytes"]])[0]) for r in data["regions"])
-    return RankLayout(
-        rank=rank, host=host, regions=regions, holdings=tuple(_holding_from_json(h) for h in data["holdings"])
-    )
+    regions = tuple(RegionShape(name=str(r["name"]), nbytes=_int(r["nbytes"])) for r in data["regions"])
+    holdings = tuple(_holding_from_json(h) for h in data["holdings"])
+    return RankLayout(rank=_int(data["rank"]), host=_int(data["host"]), regions=regions, holdings=holdings)
 
 
 def _holding_from_json(data: Mapping[str, Any]) -> Holding:
-    row_stride, page_rows, page_stride, pages = _ints(
-        [data[k] for k in ("row_stride", "page_rows", "page_stride", "pages")]
-    )
-    tokens = dict(
-        zip(
-            ("interleave", "size", "index"),
-            _ints([data["tokens"][k] for k in ("interleave", "size", "index")]),
-            strict=True,
-        )
-    )
+    plain: dict[str, Any] = {name: str(data[name]) for name in ("component", "dtype", "table", "record_format")}
+    plain |= {name: _ints(data[name]) for name in ("layers", "regions", "offsets", "strides")}
+    plain |= {name: _int(data[name]) for name in ("row_stride", "page_rows", "page_stride", "pages")}
     return Holding(
-        component=str(data["component"]),
-        layers=_ints(data["layers"]),
+        **plain,
         box=Box(_ints(data["box"]["starts"]), _ints(data["box"]["stops"])),
-        dtype=str(data["dtype"]),
-        table=str(data["table"]),
-        regions=_ints(data["regions"]),
-        offsets=_ints(data["offsets"]),
-        strides=_ints(data["strides"]),
-        row_stride=row_stride,
-        page_rows=page_rows,
-        page_stride=page_stride,
-        pages=pages,
-        tokens=TokenOwnership(**tokens),
-        record_format=str(data["record_format"]),
+        tokens=TokenOwnership(**{name: _int(data["tokens"][name]) for name in ("interleave", "size", "index")}),
         accepts=tuple(str(a) for a in data["accepts"]),
     )
 

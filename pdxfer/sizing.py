@@ -18,11 +18,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from typing import Any
 
-from pdxfer.builders import UnifiedPages, unify_pages
 from pdxfer.errors import MisuseError
 from pdxfer.spec import DTYPE_BYTES, CacheSpec, Component, Growth
 
@@ -34,7 +33,6 @@ __all__ = [
     "PageReport",
     "SizeReport",
     "Transfer",
-    "UnifiedPages",
     "crossover",
     "memory_ledger",
     "page_report",
@@ -268,16 +266,10 @@ def size_report(
         one = unique / link_bytes_per_s
         transfer = Transfer(link_bytes_per_s=link_bytes_per_s, request_s=one, concurrent_s=one * concurrency)
     return SizeReport(
-        model_type=spec.model,
-        assumptions=assumptions,
-        tokens=tokens,
-        concurrency=concurrency,
-        components=components,
-        crossovers=_crossovers(spec, assumptions),
-        pages=page_report(spec, assumptions, alignment_tokens),
-        memory=memory,
-        transfer=transfer,
-    )
+        model_type=spec.model, assumptions=assumptions, tokens=tokens, concurrency=concurrency, components=components,
+        crossovers=_crossovers(spec, assumptions), pages=page_report(spec, assumptions, alignment_tokens),
+        memory=memory, transfer=transfer,
+    )  # fmt: skip
 
 
 def check_tp(spec: CacheSpec, tp: int) -> None:
@@ -338,8 +330,7 @@ def _crossovers(spec: CacheSpec, assumptions: Assumptions) -> tuple[Crossover, .
     if "S" in spec:
         mine = assumptions.dtype(spec["S"])
         dtypes = [mine, *(d for d in ("bfloat16", "float32") if d != mine)]
-    base = {**asdict(assumptions)}
-    found = (crossover(spec, Assumptions(**{**base, "state_dtype": dtype})) for dtype in dtypes)
+    found = (crossover(spec, replace(assumptions, state_dtype=dtype)) for dtype in dtypes)
     return tuple(c for c in found if c is not None)
 
 
@@ -357,19 +348,25 @@ def page_report(spec: CacheSpec, assumptions: Assumptions, alignment_tokens: int
     if not state or not attention:
         return None
     step = alignment_tokens or (_ALIGNMENT_TOKENS_MLA if "latent" in spec else _ALIGNMENT_TOKENS)
-    row_bytes = sum(assumptions.rank_row_bytes(c) for c in attention)
-    state_bytes = assumptions.state_page_bytes(state)
-    pages = unify_pages(row_bytes, state_bytes, step)
+    return unify_pages(sum(assumptions.rank_row_bytes(c) for c in attention), assumptions.state_page_bytes(state), step)
+
+
+def unify_pages(
+    attention_bytes_per_token: int, state_bytes: int, alignment_tokens: int = _ALIGNMENT_TOKENS
+) -> PageReport:
+    """Grow the attention page in steps until it covers the state page, then pad the smaller one.
+
+    With a state that is none (0 B) the page is one step. This is how vLLM's hybrid allocator gets pages of
+    1,056 tokens for Qwen3-Next at TP 1 and 272 at TP 8.
+    """
+    tokens = alignment_tokens * max(1, math.ceil(state_bytes / (attention_bytes_per_token * alignment_tokens)))
+    attention_bytes = tokens * attention_bytes_per_token
+    page_bytes = max(attention_bytes, state_bytes)
     return PageReport(
-        alignment_tokens=step,
-        attention_bytes_per_token=row_bytes,
-        attention_page_bytes=pages.page_tokens * row_bytes,
-        state_page_bytes=state_bytes,
-        page_tokens=pages.page_tokens,
-        page_bytes=pages.page_bytes,
-        attention_padding_bytes=pages.attention_padding_bytes,
-        state_padding_bytes=pages.state_padding_bytes,
-    )
+        alignment_tokens=alignment_tokens, attention_bytes_per_token=attention_bytes_per_token,
+        attention_page_bytes=attention_bytes, state_page_bytes=state_bytes, page_tokens=tokens, page_bytes=page_bytes,
+        attention_padding_bytes=page_bytes - attention_bytes, state_padding_bytes=page_bytes - state_bytes,
+    )  # fmt: skip
 
 
 def memory_ledger(

@@ -311,19 +311,10 @@ def canonical_digest(value: Any) -> str:
 
 def compare_specs(source: CacheSpec, target: CacheSpec) -> None:
     """Raise IncompatibleError at the first component and field in which two specs differ."""
-    for component in source.components:
-        if component.name not in target:
-            raise IncompatibleError(
-                component.name, "presence", "held", "absent", why=f"models {source.model} and {target.model}"
-            )
-        mine, theirs = component.geometry(), target[component.name].geometry()
+    here, there = ({c.name: c.geometry() for c in spec.components} for spec in (source, target))
+    for name in {**here, **there}:
+        mine, theirs = ({"presence": "held", **s[name]} if name in s else {"presence": "absent"} for s in (here, there))
         for field, value in mine.items():
             if value != theirs[field]:
-                raise IncompatibleError(
-                    component.name, field, value, theirs[field], why=f"models {source.model} and {target.model}"
-                )
-    for component in target.components:
-        if component.name not in source:
-            raise IncompatibleError(
-                component.name, "presence", "absent", "held", why=f"models {source.model} and {target.model}"
-            )
+                why = f"models {source.model} and {target.model}"
+                raise IncompatibleError(name, field, value, theirs[field], why=why)

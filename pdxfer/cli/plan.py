@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pdxfer.cli.plan_report import ComponentShare, Pair, PlanReport, parse_worker, plan_report
 from pdxfer.errors import MisuseError
-from pdxfer.models import load_config, spec_from_config
-from pdxfer.sizing import parse_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+
+    from pdxfer.cli.plan_report import ComponentShare, Pair, PlanReport
 
 __all__ = ["plan"]
 
@@ -55,6 +54,10 @@ def plan(
     (per_layer, per_request, unified), order (nhd, hnd), packed (yes, no), conv (ct, tc), state (kv, vk), kv_dtype,
     conv_dtype, state_dtype, accepts, before, spec, hosts, ranks_per_host.
     """
+    from pdxfer.cli.plan_report import parse_worker, plan_report
+    from pdxfer.models import load_config, spec_from_config
+    from pdxfer.sizing import parse_bytes
+
     spec = spec_from_config(load_config(model))
     if first_token > tokens:
         raise MisuseError(f"--first-token {first_token} is beyond --tokens {tokens}")

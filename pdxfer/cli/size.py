@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 import click
 
 from pdxfer.errors import MisuseError
-from pdxfer.models import load_config, spec_from_config
-from pdxfer.sizing import Assumptions, MemoryLedger, SizeReport, memory_ledger, parse_bytes, parse_rate, size_report
-from pdxfer.spec import CacheSpec
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+
+    from pdxfer.sizing import Assumptions, MemoryLedger, SizeReport
+    from pdxfer.spec import CacheSpec
 
 __all__ = ["size"]
 
@@ -61,6 +61,9 @@ def size(
 
     MODEL is a preset's name, a config.json, or a directory that holds one.
     """
+    from pdxfer.models import load_config, spec_from_config
+    from pdxfer.sizing import Assumptions, size_report
+
     spec = spec_from_config(load_config(model))
     assumptions = Assumptions(
         tp=tp, kv_dtype=dtype, state_dtype=state_dtype, conv_dtype=conv_dtype, spec_tokens=spec_tokens
@@ -85,6 +88,8 @@ def size(
 def _ledger(
     spec: CacheSpec, assumptions: Assumptions, sizes: tuple[str, str, str], max_num_seqs: int, tokens: int
 ) -> MemoryLedger | None:
+    from pdxfer.sizing import memory_ledger, parse_bytes
+
     gpu, weights, overhead = (parse_bytes(text) if text else 0 for text in sizes)
     if not gpu:
         if weights or overhead:
@@ -104,6 +109,8 @@ def _ledger(
 def _link_rate(link_gbps: float | None, link: str) -> float:
     if link_gbps is not None and link:
         raise MisuseError("--link and --link-gbps say the same thing", hint="give one of them")
+    from pdxfer.sizing import parse_rate
+
     if link_gbps is not None:
         return parse_rate(f"{link_gbps:f}Gbps")
     return parse_rate(link) if link else 0

@@ -54,11 +54,12 @@ def hand_over(source: Worker, target: Worker, key: str, tokens: int = TOKENS, *,
 
 
 def fails(
-    source: Worker, target: Worker, expected: type[PdxferError], key: str = "lost", *, match: str = ".", **options
-):
+    source: Worker, target: Worker, expected: type[PdxferError], key: str = "lost", *, match: str = ".",
+    trace: str = "", **options,
+):  # fmt: skip
     """Offer and fetch; the first error must be ``expected``. Nothing becomes READY. Returns the error."""
     ends = Ends()
-    ticket = source.offer(key, LONG, on_end=ends)
+    ticket = source.offer(key, LONG, on_end=ends, trace=trace)
     target.reserve(key, LONG)
     fetches = target.start(ticket, key, **options)
     with pytest.raises(expected, match=match) as caught:

@@ -116,6 +116,7 @@ def test_times(text, found):
         ("[agent]\ndigests = 'yes'", "agent.digests can't be 'yes': bool", ""),
         ("[agent]\nwindow = 99", "window must be in", ""),
         ("log_level = 'loud'", "log_level must be", ""),
+        ("log_format = 'xml'", "log_format must be", ""),
         ("a = ", "can't be read", ""),
     ],
 )
@@ -192,3 +193,5 @@ def test_a_hangup_takes_over_what_may_change(tmp_path):
         daemon.process.send_signal(signal.SIGHUP)
         says("not taken over: there is no key 'drane_s'")
         assert daemon.process.poll() is None
+    for line in log.read_text().splitlines():  # no terminal, so it is JSON
+        assert {"ts", "level", "logger", "event"} <= {*json.loads(line)}

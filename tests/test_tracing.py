@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+import pdxfer
 from pdxfer.agent import Agent
 from pdxfer.builders import Parallel
 from pdxfer.errors import CorruptError, TicketError
@@ -119,6 +122,30 @@ def test_without_a_provider_a_trace_is_passed_on_as_it_came():
             agent.journal.listeners.extend(tracing_listeners())
         hand_over(source, target, "one", trace=PARENT)
         assert target.agents[0].journal.timelines()[0].trace == PARENT
+
+
+def test_a_failure_s_log_lines_say_peer_epoch_and_trace_at_both_ends(caplog):
+    formatter = JsonFormatter()
+    with damaged("packed", Fault(kind="corrupt", at=0, on="payload")) as (source, target, _):
+        fails(source, target, CorruptError, "one", trace=PARENT)
+        epochs = [agent.epoch.hex() for agent in source.agents]
+    lines = [json.loads(formatter.format(record)) for record in caplog.records if record.levelname == "WARNING"]
+    (failed,) = [line for line in lines if "failed" in line["event"]]
+    ended = [line for line in lines if "ended at the source" in line["event"]]
+    assert (failed["peer"], failed["epoch"]) == ("P", ",".join(epochs))
+    assert {(line["peer"], line["epoch"]) for line in ended} == {("D", epoch) for epoch in epochs}
+    assert {(line["transfer_id"], line["trace_id"]) for line in (failed, *ended)} == {("one", PARENT.split("-")[1])}
+
+
+def test_every_line_about_a_transfer_says_of_which():
+    lines = [
+        (path.name, text)
+        for path in Path(pdxfer.__file__).parent.rglob("*.py")
+        if path.name != "logs.py"  # the rule itself
+        for text in re.findall(r"\"transfer %s[^\n]*(?:\n[^\n]*extra=)?[^\n]*", path.read_text())
+    ]
+    assert len(lines) > 6
+    assert not [line for line in lines if "extra=" not in line[1]]
 
 
 def test_logs_are_json_with_the_transfer_s_id():

@@ -126,7 +126,7 @@ class DaemonConfig:
         admin: ``HOST:PORT`` (loopback) or ``unix:///path`` of the HTTP admin; "" is none. metrics: the same for
             livez, readyz and metrics alone, at any address.
         drain_s: how long a drain waits for live leases.
-        log_level: debug, info, warning or error.
+        log_level: debug, info, warning or error. log_format: ``json``, ``text``, or ``auto``: text on a terminal.
         agent: how each rank's agent works; rank r of a fixed port p binds p + r. Without ``control`` a rank has a
             Unix socket beside ours, with a name that outlives a restart.
     """
@@ -138,6 +138,7 @@ class DaemonConfig:
     metrics: str = ""
     drain_s: float = 55.0
     log_level: str = "info"
+    log_format: str = "auto"
     agent: AgentConfig = field(default_factory=lambda: AgentConfig(worker="engine"))
 
     def __post_init__(self) -> None:
@@ -145,6 +146,8 @@ class DaemonConfig:
             raise MisuseError(f"socket must be an absolute path of at most 100 bytes, not {self.socket!r}")
         if self.log_level not in ("debug", "info", "warning", "error"):
             raise MisuseError(f"log_level must be debug, info, warning or error, not {self.log_level!r}")
+        if self.log_format not in ("auto", "json", "text"):
+            raise MisuseError(f"log_format must be auto, json or text, not {self.log_format!r}")
         if not 0 <= self.drain_s < 86_400:
             raise MisuseError(f"drain_s must be at least 0 and less than a day, not {self.drain_s}")
         known = {"auto", *known_schemes()}  # else the first engine would find out, and the daemon be ready before

@@ -108,7 +108,9 @@ class Fetch:
         self.side.check(agent.memory.layout.spec, self.shape, exclusive=True)
         self.ledger = agent.memory.ledger
         self.hold: Hold = self.ledger.open(ticket.transfer, agent.memory.units(self.side), TARGET)
-        self.timeline = agent.journal.begin("target", ticket.transfer, peer=ticket.worker, trace=ticket.trace)
+        epochs = [part.epoch for part in ticket.ranks]
+        begin = agent.journal.begin
+        self.timeline = begin("target", ticket.transfer, peer=ticket.worker, trace=ticket.trace, epochs=epochs)
         self.timeline.layout = ticket.layout_digest
         self._cancel = Cancel()
         self._on_done: Callable[[], None] | None = None
@@ -465,7 +467,7 @@ class Fetch:
         self.ledger.fire(self.hold, Event.GIVE_UP)
         self.agent.fetched[f"fetch_failed_{reason_of(getattr(first, 'reason', 'INTERNAL')).name}"] += 1
         self.agent.journal.end(self.timeline, "failed", error=first, seconds=self._seconds)
-        _log.warning("transfer %s failed: %s", self.ticket.transfer, first)
+        _log.warning("transfer %s failed: %s", self.ticket.transfer, first, extra=self.timeline.about())
         if self._relay is not None:
             self.agent.source.end_relay(self.ticket.transfer, f"aborted: {first}")
         self._decline(first)
@@ -476,7 +478,8 @@ class Fetch:
         while not self.settle() and time.monotonic() < until_s:
             time.sleep(0.001)
         if not self.settle():
-            _log.error("transfer %s: a thread may still write; its pages stay quarantined", self.ticket.transfer)
+            what = "transfer %s: a thread may still write; its pages stay quarantined"
+            _log.error(what, self.ticket.transfer, extra=self.timeline.about())
 
     def settle(self) -> bool:
         """Free quarantined pages once no thread of ours can touch them; True when none is quarantined (any more)."""
@@ -521,7 +524,8 @@ class Fetch:
             try:
                 peer.client.abort(message, timeout_s=max(0.05, until_s - time.monotonic()))
             except PdxferError as error:
-                _log.info("transfer %s: %s could not be told: %s", self.ticket.transfer, peer.address, error.message)
+                what, about = "transfer %s: %s could not be told: %s", self.timeline.about()
+                _log.info(what, self.ticket.transfer, peer.address, error.message, extra=about)
 
     def _timed(self, name: str) -> _Timed:
         return _Timed(self._seconds, name)

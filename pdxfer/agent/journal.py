@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -45,7 +45,9 @@ class Timeline:
 
     Attributes:
         role: ``source`` (an engine's offer), ``relay`` (our share of a fan-out), ``target`` (a fetch).
-        peer: the other worker, as far as it is known; layout: the digest of its layout. trace: W3C traceparent, or "".
+        rank: ours. peer: the other worker, as far as it is known; layout: the digest of its layout.
+        epoch: of the source (at a target: of all its ranks), hex: with ``transfer``, one name for it at both ends.
+        trace: W3C traceparent, or "".
         began_at: Unix time. marks: (seconds since then, stage, detail).
         edges: what each edge of a fetch costs so far. nbytes: by (transport, component), set at the end.
         outcome: "" while it is live. reason, error, hint, component, failed_in: of the error that ended it.
@@ -53,7 +55,9 @@ class Timeline:
 
     transfer: str
     role: str
+    rank: int = 0
     peer: str = ""
+    epoch: str = ""
     layout: str = ""
     trace: str = ""
     began_at: float = field(default_factory=time.time)
@@ -88,11 +92,16 @@ class Timeline:
             e.messages for e in self.edges
         )
 
+    def about(self) -> dict[str, str]:
+        """What a log line about it carries beside its id, as ``extra``."""
+        return {"peer": self.peer, "epoch": self.epoch, "trace": self.trace}
+
     def to_json(self) -> dict[str, Any]:
         """Everything, with who is to blame and what to do where it failed."""
         nbytes, messages = self.moved()
         found: dict[str, Any] = {
-            "transfer": self.transfer, "role": self.role, "peer": self.peer, "began_at": round(self.began_at, 6),
+            "transfer": self.transfer, "role": self.role, "rank": self.rank, "peer": self.peer, "epoch": self.epoch,
+            "began_at": round(self.began_at, 6),
             "elapsed_s": round(self.elapsed_s, 6), "outcome": self.outcome or "live", "transport": self.transport,
             "bytes": nbytes, "messages": messages, "trace": self.trace,
             "seconds": {stage: round(spent, 6) for stage, spent in self.seconds.items()},
@@ -133,9 +142,14 @@ class Listener(Protocol):
 
 
 class Journal:
-    """All timelines of one agent. Thread-safe; no method raises."""
+    """All timelines of one agent. Thread-safe; no method raises.
 
-    def __init__(self) -> None:
+    Args:
+        rank, epoch: the agent's own.
+    """
+
+    def __init__(self, rank: int = 0, epoch: bytes = b"") -> None:
+        self._rank, self._epoch = rank, epoch.hex()
         self.counts: Counter[tuple[str, ...]] = Counter()
         self.peers: OrderedDict[str, PeerSeen] = OrderedDict()
         self.listeners: list[Listener] = []
@@ -144,9 +158,15 @@ class Journal:
         self._ended: deque[Timeline] = deque(maxlen=_ENDED_MAX)
         self._lock = threading.Lock()
 
-    def begin(self, role: str, transfer: str, *, peer: str = "", trace: str = "") -> Timeline:
-        """A transfer begins here."""
-        timeline = Timeline(transfer=transfer[:_TEXT_CHARS], role=role, peer=peer[:_TEXT_CHARS], trace=trace)
+    def begin(
+        self, role: str, transfer: str, *, peer: str = "", trace: str = "", epochs: Iterable[bytes] = ()
+    ) -> Timeline:
+        """A transfer begins here. ``epochs``: of its source, where that is not this agent."""
+        epoch = ",".join(dict.fromkeys(each.hex() for each in epochs)) or self._epoch
+        timeline = Timeline(
+            transfer=transfer[:_TEXT_CHARS], role=role, rank=self._rank, peer=peer[:_TEXT_CHARS],
+            epoch=epoch[:_TEXT_CHARS], trace=trace,
+        )  # fmt: skip
         with self._lock:
             self._live[id(timeline)] = timeline
         self._tell("began", timeline)

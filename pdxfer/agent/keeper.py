@@ -185,7 +185,8 @@ class Keeper:
     def _drop(self, note: _Note, error: PdxferError | None) -> None:
         if error is not None:
             what = "declined" if note.reason else "kept"
-            _log.info("transfer %s is %s no more at %s: %s", note.transfer, what, note.address, error.message)
+            text, about = "transfer %s is %s no more at %s: %s", {"peer": note.address}
+            _log.info(text, note.transfer, what, note.address, error.message, extra=about)
         with self._changed:
             if note in self._leaving:
                 self._leaving.remove(note)

@@ -65,6 +65,10 @@ class Peer:
     description: Description
     layout: Layout
 
+    def about(self) -> dict[str, str]:
+        """What a log line about it carries, as ``extra``."""
+        return {"peer": self.description.worker, "epoch": self.description.epoch.hex()}
+
 
 class Peers:
     """All peers of one agent. Thread-safe."""
@@ -277,7 +281,7 @@ class Peers:
             first = key not in self._told
             self._told[key] = what
         if first:
-            _log.warning("slow data path to %s: %s", peer.address, what)
+            _log.warning("slow data path to %s: %s", peer.address, what, extra=peer.about())
 
     def note(self, peer: Peer, choice: Choice) -> None:
         """An edge has been opened as chosen: log it at INFO when it is new for this peer."""
@@ -286,7 +290,7 @@ class Peers:
             new = self._told.get(key) != what
             self._told[key] = what
         if new:
-            _log.info("data path to %s: %s", peer.address, choice)
+            _log.info("data path to %s: %s", peer.address, choice, extra=peer.about())
 
     def _reuse(self, address: str, epoch: bytes) -> PeerChannel | None:
         with self._lock:

@@ -88,6 +88,7 @@ class SourceSession:
 
     Args:
         wipe: zero staging after use: peers that map it, or read it by themselves, see what lies there.
+        about: what log lines carry beside the transfer's id.
     """
 
     def __init__(
@@ -106,8 +107,10 @@ class SourceSession:
         wipe: bool = False,
         stall_s: float = 5.0,
         kernel: str = "auto",
+        about: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
         self.transfer, self.generation, self.session, self.mode = transfer, generation, session, mode
+        self.about = about
         self.program, self.source, self.regions = program, source, regions
         self.check_live, self.complete = check_live, complete
         self.staging, self.wipe, self.stall_s, self.kernel = staging, wipe, stall_s, kernel
@@ -268,7 +271,7 @@ class _Served:
         except Exception as raised:  # noqa: BLE001 - our own bug must reach the target as an error, too
             error = raised if isinstance(raised, PdxferError) else _own_bug(raised)
             if self.current is not None:  # else control says it: to Ask, it is just a no
-                _log.warning("transfer %s: %s", self.current.transfer, error.message)
+                _log.warning("transfer %s: %s", self.current.transfer, error.message, extra=self.current.about())
             fail = wire.Fail(self.answers, type(error).__name__, error.reason, error.message[:1024])
             self.channel.send_all(wire.encode(fail), timeout_s=_SLICE_S)
 

@@ -89,7 +89,7 @@ class Agent(ControlHandler):
         self.draining = False
         self.siblings: dict[int, str] = {}
         self.fetched: Counter[str] = Counter()
-        self.journal = Journal()
+        self.journal = Journal(config.rank, self.epoch)
         self.layouts = Layouts()
         self.transports: dict[str, Transport] = {}
         auto = config.transports == ("auto",)

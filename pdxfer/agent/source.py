@@ -348,6 +348,7 @@ class Source:
             wipe=bool(record.tenant),
             stall_s=self.config.stall_s,
             kernel=self.config.kernel,
+            about=record.timeline.about,
         )
 
     def _mode(self, message: Open, program: EdgeProgram) -> Mode:
@@ -360,7 +361,7 @@ class Source:
         if able and self.config.mode == "auto" and any(r.descriptor.address for r in shown):
             found = self._estimates(Work.of(program), transport)
             able = found["direct"] <= _READ_WORTH * found["packed"]
-            _log.debug("transfer %s: %s", message.transfer, found)
+            _log.debug("transfer %s: %s", message.transfer, found, extra={"peer": message.target_worker})
         return Mode.DIRECT if able and message.mode is Mode.DIRECT else Mode.PACKED
 
     def _estimates(self, work: Work, transport: Transport) -> dict[str, float]:
@@ -543,7 +544,8 @@ class Source:
     def _give_up(self, record: _Record) -> None:
         """An offer ended otherwise than by its last reader: close its channels, quarantine its pages."""
         self._count(record)
-        _log.warning("transfer %s ended at the source: %s", record.offer.transfer, record.offer.ended)
+        what, about = "transfer %s ended at the source: %s", record.timeline.about()
+        _log.warning(what, record.offer.transfer, record.offer.ended, extra=about)
         for session in record.sessions.values():
             session.close()
         if record.hold is not None:
@@ -568,7 +570,8 @@ class Source:
         try:
             record.on_end(record.offer.transfer, record.offer.ended)
         except Exception:  # noqa: BLE001 - the engine's own code: it must not stop the sweeper, nor fail a peer's call
-            _log.exception("transfer %s: the engine's on_end failed", record.offer.transfer)
+            what = "transfer %s: the engine's on_end failed"
+            _log.exception(what, record.offer.transfer, extra=record.timeline.about())
 
     def sweep(self) -> None:
         """Expire leases and free what was quarantined; call it often."""

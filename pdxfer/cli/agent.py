@@ -49,9 +49,10 @@ def agent(**sources: Any) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, note)
+    from pdxfer.observe.logs import log_to_stderr
+
     loaded = load(**sources)
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    logging.getLogger("pdxfer").setLevel(loaded.config.log_level.upper())
+    log_to_stderr(loaded.config.log_format, loaded.config.log_level)
     with _running(loaded) as (daemon, problems):
         _tell_systemd("READY=1")
         while True:

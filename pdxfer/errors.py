@@ -100,13 +100,15 @@ class IncompatibleError(PdxferError):
     reason = "INCOMPATIBLE"
 
     def __init__(
-        self, component: str, field: str, source: object, target: object, *, why: str = "", hint: str = ""
-    ) -> None:
+        self, component: str, field: str, source: object, target: object, *, why: str = "", hint: str = "",
+        reason: str | None = None,
+    ) -> None:  # fmt: skip
         self.component, self.field, self.source, self.target = component, field, source, target
         message = f"{component}: {field} is {source!r} at the source and {target!r} at the target"
         super().__init__(
             f"{message} ({why})" if why else message,
             hint=hint,
+            reason=reason,
             details={
                 "component": component,
                 "field": field,

@@ -21,10 +21,11 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import Enum
 
-from pdxfer.errors import MisuseError
+from pdxfer.errors import IncompatibleError, MisuseError
 
 __all__ = [
     "LIMITS",
+    "PROTOCOL_OLDEST",
     "PROTOCOL_VERSION",
     "Abort",
     "Complete",
@@ -37,9 +38,12 @@ __all__ = [
     "Opened",
     "Renew",
     "Renewed",
+    "check_versions",
 ]
 
-PROTOCOL_VERSION = 1
+#: What two agents say to each other, control and data frames: the newest version and the oldest that we speak.
+#: 2: Describe says both, and a reader ignores fields that follow those it knows (1 refuses a frame that has any).
+PROTOCOL_VERSION, PROTOCOL_OLDEST = 2, 1
 
 #: Bounds on what a peer may send, checked before anything is allocated.
 LIMITS = {
@@ -89,6 +93,7 @@ class Describe:
     """Introduce one rank's agent and ask for the peer's description.
 
     Attributes:
+        protocol_version, protocol_newest: the oldest and newest version that the asker speaks; 0: the only one.
         epoch: 16 random bytes, new at every process start.
         layout: canonical JSON of the worker's whole layout, UTF-8.
         data_key: public key of our data transports, or b"": only its holder is let in where the path is encrypted.
@@ -102,6 +107,7 @@ class Describe:
     layout: bytes
     known_layout_digest: str = ""
     data_key: bytes = b""
+    protocol_newest: int = 0
 
     def __post_init__(self) -> None:
         _bounded(self.worker, "worker")
@@ -115,7 +121,7 @@ class Describe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """Answer to Describe. ``layout`` is empty when the caller already knows it.
+    """Answer to Describe. ``layout`` is empty when the caller already knows it. Versions: as of Describe.
 
     ``transports`` are contact addresses (URLs) of this rank's data listeners, fastest first.
     ``host`` identifies the machine (boot id and namespaces); equal means shared memory can work.
@@ -129,6 +135,7 @@ class Description:
     layout: bytes
     transports: tuple[str, ...]
     host: str
+    protocol_newest: int = 0
 
     def __post_init__(self) -> None:
         for text in (self.worker, self.layout_digest, self.host, *self.transports):
@@ -313,3 +320,22 @@ class ControlHandler(ABC):
     @abstractmethod
     def renew(self, message: Renew, *, deadline_s: float) -> Renewed:
         """Extend the lease."""
+
+
+def check_versions(found: Describe | Description) -> int:
+    """The newest version of the protocol that both ends speak: theirs as they say, and ours.
+
+    Raises:
+        IncompatibleError: there is none; its reason is PROTOCOL_VERSION.
+    """
+    oldest, newest = found.protocol_version, max(found.protocol_version, found.protocol_newest)
+    agreed = min(newest, PROTOCOL_VERSION)
+    if agreed >= max(oldest, PROTOCOL_OLDEST):
+        return agreed
+    ends = {True: f"{oldest} to {newest}", False: f"{PROTOCOL_OLDEST} to {PROTOCOL_VERSION}"}
+    by_source = isinstance(found, Description)
+    older = "source" if by_source == (newest < PROTOCOL_OLDEST) else "target"
+    raise IncompatibleError(
+        "*", "protocol_version", ends[by_source], ends[not by_source], reason="PROTOCOL_VERSION",
+        hint=f"upgrade the {older}, or go by way of a release that speaks both",
+    )  # fmt: skip

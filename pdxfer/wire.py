@@ -219,7 +219,8 @@ def decode(header: bytes) -> Frame:
         raise PeerError(f"a header of {len(header)} bytes came; at most {_MAX_HEADER} are allowed", reason="PROTOCOL")
     try:
         kind, *fields = msgpack.unpackb(header, max_ext_len=0, max_map_len=0, max_array_len=8192)
-        frame: Frame = _BY_KIND[kind](*fields)
+        known = _BY_KIND[kind]
+        frame: Frame = known(*fields[: len(known.__slots__)])  # what follows is a later version's
     except Exception as error:  # msgpack and a wrong shape raise many kinds; all mean the same here
         raise PeerError(
             f"a header is not a frame of this protocol: {type(error).__name__}", reason="PROTOCOL"

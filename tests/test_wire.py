@@ -137,7 +137,7 @@ def test_one_field_of_another_type_is_refused_or_within_bounds(frame, data):
         [6, SESSION, True],
         [7, SESSION, "PeerError", "R", "x" * 4097],
         [7, SESSION, "PeerError", "R", b"x"],
-        [8, SESSION, 0],
+        [8],
         [9, SESSION, b"", True, [-1]],
         [9, SESSION, "text", True, []],
         [10, SESSION, None, [], True],
@@ -150,6 +150,12 @@ def test_one_field_of_another_type_is_refused_or_within_bounds(frame, data):
 def test_out_of_bounds_is_refused(fields):
     with pytest.raises(PeerError):
         wire.decode(msgpack.packb(fields))
+
+
+def test_fields_of_a_later_version_are_ignored():
+    frame = wire.Want(SESSION, [1, 2])
+    fields = msgpack.unpackb(wire.encode(frame))
+    assert wire.decode(msgpack.packb([*fields, "new", [b"x"]])) == frame
 
 
 @pytest.mark.parametrize(

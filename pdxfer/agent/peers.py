@@ -21,7 +21,7 @@ from pdxfer.control import ControlClient, Credentials
 from pdxfer.driver import PeerChannel
 from pdxfer.errors import AbortedError, DeadlineError, MisuseError, PdxferError, PeerError, StaleError, TransportError
 from pdxfer.layout import Layout
-from pdxfer.messages import PROTOCOL_VERSION, Describe, Description
+from pdxfer.messages import Describe, Description, check_versions
 from pdxfer.transport import Transport
 
 __all__ = ["Layouts", "Peer", "Peers"]
@@ -143,11 +143,7 @@ class Peers:
                     return self._introduce(address, deadline_s, again=False)
                 raise PeerError(f"{address} can't be reached", reason="PEER_UNREACHABLE") from error
             raise
-        if found.protocol_version != PROTOCOL_VERSION:
-            raise PeerError(
-                f"{address} speaks protocol {found.protocol_version}, we speak {PROTOCOL_VERSION}",
-                reason="PROTOCOL_VERSION",
-            )
+        check_versions(found)
         layout = self._layouts.get(found.layout_digest)
         if found.layout:
             layout = self._layouts.add(found.layout)

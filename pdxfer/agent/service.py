@@ -40,7 +40,6 @@ from pdxfer.directory import PrivateDirectory
 from pdxfer.errors import (
     DeadlineError,
     ExhaustedError,
-    IncompatibleError,
     MisuseError,
     PdxferError,
     PeerError,
@@ -51,6 +50,7 @@ from pdxfer.errors import (
 from pdxfer.keys import TicketKeys
 from pdxfer.layout import Layout, RankLayout
 from pdxfer.messages import (
+    PROTOCOL_OLDEST,
     PROTOCOL_VERSION,
     Abort,
     Complete,
@@ -62,6 +62,7 @@ from pdxfer.messages import (
     Opened,
     Renew,
     Renewed,
+    check_versions,
 )
 from pdxfer.packing import RequestShape
 from pdxfer.ticket import RankIssuer, Ticket
@@ -409,14 +410,14 @@ class Agent(ControlHandler):
 
     def describe(self, message: Describe, *, deadline_s: float) -> Description:
         """See ``ControlHandler``."""
-        if message.protocol_version != PROTOCOL_VERSION:
-            raise IncompatibleError("*", "protocol_version", PROTOCOL_VERSION, message.protocol_version)
+        check_versions(message)
         self.layouts.add(message.layout)
         for transport in self.transports.values() if message.data_key else ():
             transport.admit(f"{message.rank}/{message.worker}", message.data_key)
         layout = self.memory.layout
         return Description(
-            protocol_version=PROTOCOL_VERSION,
+            protocol_version=PROTOCOL_OLDEST,
+            protocol_newest=PROTOCOL_VERSION,
             epoch=self.epoch,
             worker=self.config.worker,
             rank=self.config.rank,
@@ -469,7 +470,8 @@ class Agent(ControlHandler):
 
     def _introduction(self, known_digest: str) -> Describe:
         return Describe(
-            protocol_version=PROTOCOL_VERSION,
+            protocol_version=PROTOCOL_OLDEST,
+            protocol_newest=PROTOCOL_VERSION,
             epoch=self.epoch,
             worker=self.config.worker,
             rank=self.config.rank,

@@ -24,35 +24,35 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n pdxfer/control/v1/transfer.proto\x12\x11pdxfer.control.v1\"\x97\x01\n\x0f\x44\x65scribeRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x0c\x12\x0e\n\x06worker\x18\x03 \x01(\t\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\x0e\n\x06layout\x18\x05 \x01(\x0c\x12\x1b\n\x13known_layout_digest\x18\x06 \x01(\t\x12\x10\n\x08\x64\x61ta_key\x18\x07 \x01(\x0c\"\xa2\x01\n\x10\x44\x65scribeResponse\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x0c\x12\x0e\n\x06worker\x18\x03 \x01(\t\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\x15\n\rlayout_digest\x18\x05 \x01(\t\x12\x0e\n\x06layout\x18\x06 \x01(\x0c\x12\x12\n\ntransports\x18\x07 \x03(\t\x12\x0c\n\x04host\x18\x08 \x01(\t\"\x9f\x02\n\x0bOpenRequest\x12\x10\n\x08transfer\x18\x01 \x01(\t\x12\x0e\n\x06ticket\x18\x02 \x01(\x0c\x12\r\n\x05\x65poch\x18\x03 \x01(\x0c\x12\x14\n\x0csource_epoch\x18\x04 \x01(\x0c\x12\x15\n\rtarget_worker\x18\x05 \x01(\t\x12\x13\n\x0btarget_rank\x18\x06 \x01(\r\x12\x15\n\rlayout_digest\x18\x07 \x01(\t\x12\x13\n\x0bplan_digest\x18\x08 \x01(\t\x12\x13\n\x0b\x66irst_token\x18\t \x01(\x04\x12\r\n\x05relay\x18\n \x01(\x08\x12\x11\n\ttransport\x18\x0b \x01(\t\x12%\n\x04mode\x18\x0c \x01(\x0e\x32\x17.pdxfer.control.v1.Mode\x12\x13\n\x0b\x63hunk_bytes\x18\r \x01(\x04\"\xa1\x01\n\x0cOpenResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x0c\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x0f\n\x07session\x18\x03 \x01(\x0c\x12\x0f\n\x07lease_s\x18\x04 \x01(\x01\x12\x0e\n\x06\x63hunks\x18\x05 \x01(\r\x12\x15\n\rpayload_bytes\x18\x06 \x01(\x04\x12%\n\x04mode\x18\x07 \x01(\x0e\x32\x17.pdxfer.control.v1.Mode\"\xb0\x01\n\x0f\x43ompleteRequest\x12\x10\n\x08transfer\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x0c\x12\x14\n\x0csource_epoch\x18\x03 \x01(\x0c\x12\x0f\n\x07session\x18\x04 \x01(\x0c\x12\x15\n\rtarget_worker\x18\x05 \x01(\t\x12\x13\n\x0btarget_rank\x18\x06 \x01(\r\x12\x12\n\ngeneration\x18\x07 \x01(\x04\x12\x15\n\rpayload_bytes\x18\x08 \x01(\x04\"!\n\x10\x43ompleteResponse\x12\r\n\x05state\x18\x01 \x01(\t\"\x9b\x01\n\x0c\x41\x62ortRequest\x12\x10\n\x08transfer\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x0c\x12\x0f\n\x07session\x18\x03 \x01(\x0c\x12\x15\n\rtarget_worker\x18\x04 \x01(\t\x12\x13\n\x0btarget_rank\x18\x05 \x01(\r\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x0e\n\x06ticket\x18\x07 \x01(\x0c\x12\r\n\x05relay\x18\x08 \x01(\x08\"\x1e\n\rAbortResponse\x12\r\n\x05state\x18\x01 \x01(\t\"|\n\x0cRenewRequest\x12\x10\n\x08transfer\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x0c\x12\x0f\n\x07session\x18\x03 \x01(\x0c\x12\x15\n\rtarget_worker\x18\x04 \x01(\t\x12\x13\n\x0btarget_rank\x18\x05 \x01(\r\x12\x0e\n\x06ticket\x18\x06 \x01(\x0c\" \n\rRenewResponse\x12\x0f\n\x07lease_s\x18\x01 \x01(\x01*>\n\x04Mode\x12\x14\n\x10MODE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bMODE_PACKED\x10\x01\x12\x0f\n\x0bMODE_DIRECT\x10\x02\x32\x9c\x03\n\x0fTransferService\x12S\n\x08\x44\x65scribe\x12\".pdxfer.control.v1.DescribeRequest\x1a#.pdxfer.control.v1.DescribeResponse\x12G\n\x04Open\x12\x1e.pdxfer.control.v1.OpenRequest\x1a\x1f.pdxfer.control.v1.OpenResponse\x12S\n\x08\x43omplete\x12\".pdxfer.control.v1.CompleteRequest\x1a#.pdxfer.control.v1.CompleteResponse\x12J\n\x05\x41\x62ort\x12\x1f.pdxfer.control.v1.AbortRequest\x1a .pdxfer.control.v1.AbortResponse\x12J\n\x05Renew\x12\x1f.pdxfer.control.v1.RenewRequest\x1a .pdxfer.control.v1.RenewResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n pdxfer/control/v1/transfer.proto\x12\x11pdxfer.control.v1\"\xb0\x01\n\x0f\x44\x65scribeRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x0c\x12\x0e\n\x06worker\x18\x03 \x01(\t\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\x0e\n\x06layout\x18\x05 \x01(\x0c\x12\x1b\n\x13known_layout_digest\x18\x06 \x01(\t\x12\x10\n\x08\x64\x61ta_key\x18\x07 \x01(\x0c\x12\x17\n\x0fprotocol_newest\x18\x08 \x01(\r\"\xbb\x01\n\x10\x44\x65scribeResponse\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x0c\x12\x0e\n\x06worker\x18\x03 \x01(\t\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\x15\n\rlayout_digest\x18\x05 \x01(\t\x12\x0e\n\x06layout\x18\x06 \x01(\x0c\x12\x12\n\ntransports\x18\x07 \x03(\t\x12\x0c\n\x04host\x18\x08 \x01(\t\x12\x17\n\x0fprotocol_newest\x18\t \x01(\r\"\x9f\x02\n\x0bOpenRequest\x12\x10\n\x08transfer\x18\x01 \x01(\t\x12\x0e\n\x06ticket\x18\x02 \x01(\x0c\x12\r\n\x05\x65poch\x18\x03 \x01(\x0c\x12\x14\n\x0csource_epoch\x18\x04 \x01(\x0c\x12\x15\n\rtarget_worker\x18\x05 \x01(\t\x12\x13\n\x0btarget_rank\x18\x06 \x01(\r\x12\x15\n\rlayout_digest\x18\x07 \x01(\t\x12\x13\n\x0bplan_digest\x18\x08 \x01(\t\x12\x13\n\x0b\x66irst_token\x18\t \x01(\x04\x12\r\n\x05relay\x18\n \x01(\x08\x12\x11\n\ttransport\x18\x0b \x01(\t\x12%\n\x04mode\x18\x0c \x01(\x0e\x32\x17.pdxfer.control.v1.Mode\x12\x13\n\x0b\x63hunk_bytes\x18\r \x01(\x04\"\xa1\x01\n\x0cOpenResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x0c\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x0f\n\x07session\x18\x03 \x01(\x0c\x12\x0f\n\x07lease_s\x18\x04 \x01(\x01\x12\x0e\n\x06\x63hunks\x18\x05 \x01(\r\x12\x15\n\rpayload_bytes\x18\x06 \x01(\x04\x12%\n\x04mode\x18\x07 \x01(\x0e\x32\x17.pdxfer.control.v1.Mode\"\xb0\x01\n\x0f\x43ompleteRequest\x12\x10\n\x08transfer\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x0c\x12\x14\n\x0csource_epoch\x18\x03 \x01(\x0c\x12\x0f\n\x07session\x18\x04 \x01(\x0c\x12\x15\n\rtarget_worker\x18\x05 \x01(\t\x12\x13\n\x0btarget_rank\x18\x06 \x01(\r\x12\x12\n\ngeneration\x18\x07 \x01(\x04\x12\x15\n\rpayload_bytes\x18\x08 \x01(\x04\"!\n\x10\x43ompleteResponse\x12\r\n\x05state\x18\x01 \x01(\t\"\x9b\x01\n\x0c\x41\x62ortRequest\x12\x10\n\x08transfer\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x0c\x12\x0f\n\x07session\x18\x03 \x01(\x0c\x12\x15\n\rtarget_worker\x18\x04 \x01(\t\x12\x13\n\x0btarget_rank\x18\x05 \x01(\r\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x0e\n\x06ticket\x18\x07 \x01(\x0c\x12\r\n\x05relay\x18\x08 \x01(\x08\"\x1e\n\rAbortResponse\x12\r\n\x05state\x18\x01 \x01(\t\"|\n\x0cRenewRequest\x12\x10\n\x08transfer\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x0c\x12\x0f\n\x07session\x18\x03 \x01(\x0c\x12\x15\n\rtarget_worker\x18\x04 \x01(\t\x12\x13\n\x0btarget_rank\x18\x05 \x01(\r\x12\x0e\n\x06ticket\x18\x06 \x01(\x0c\" \n\rRenewResponse\x12\x0f\n\x07lease_s\x18\x01 \x01(\x01*>\n\x04Mode\x12\x14\n\x10MODE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bMODE_PACKED\x10\x01\x12\x0f\n\x0bMODE_DIRECT\x10\x02\x32\x9c\x03\n\x0fTransferService\x12S\n\x08\x44\x65scribe\x12\".pdxfer.control.v1.DescribeRequest\x1a#.pdxfer.control.v1.DescribeResponse\x12G\n\x04Open\x12\x1e.pdxfer.control.v1.OpenRequest\x1a\x1f.pdxfer.control.v1.OpenResponse\x12S\n\x08\x43omplete\x12\".pdxfer.control.v1.CompleteRequest\x1a#.pdxfer.control.v1.CompleteResponse\x12J\n\x05\x41\x62ort\x12\x1f.pdxfer.control.v1.AbortRequest\x1a .pdxfer.control.v1.AbortResponse\x12J\n\x05Renew\x12\x1f.pdxfer.control.v1.RenewRequest\x1a .pdxfer.control.v1.RenewResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pdxfer.control.v1.transfer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_MODE']._serialized_start=1392
-  _globals['_MODE']._serialized_end=1454
+  _globals['_MODE']._serialized_start=1442
+  _globals['_MODE']._serialized_end=1504
   _globals['_DESCRIBEREQUEST']._serialized_start=56
-  _globals['_DESCRIBEREQUEST']._serialized_end=207
-  _globals['_DESCRIBERESPONSE']._serialized_start=210
-  _globals['_DESCRIBERESPONSE']._serialized_end=372
-  _globals['_OPENREQUEST']._serialized_start=375
-  _globals['_OPENREQUEST']._serialized_end=662
-  _globals['_OPENRESPONSE']._serialized_start=665
-  _globals['_OPENRESPONSE']._serialized_end=826
-  _globals['_COMPLETEREQUEST']._serialized_start=829
-  _globals['_COMPLETEREQUEST']._serialized_end=1005
-  _globals['_COMPLETERESPONSE']._serialized_start=1007
-  _globals['_COMPLETERESPONSE']._serialized_end=1040
-  _globals['_ABORTREQUEST']._serialized_start=1043
-  _globals['_ABORTREQUEST']._serialized_end=1198
-  _globals['_ABORTRESPONSE']._serialized_start=1200
-  _globals['_ABORTRESPONSE']._serialized_end=1230
-  _globals['_RENEWREQUEST']._serialized_start=1232
-  _globals['_RENEWREQUEST']._serialized_end=1356
-  _globals['_RENEWRESPONSE']._serialized_start=1358
-  _globals['_RENEWRESPONSE']._serialized_end=1390
-  _globals['_TRANSFERSERVICE']._serialized_start=1457
-  _globals['_TRANSFERSERVICE']._serialized_end=1869
+  _globals['_DESCRIBEREQUEST']._serialized_end=232
+  _globals['_DESCRIBERESPONSE']._serialized_start=235
+  _globals['_DESCRIBERESPONSE']._serialized_end=422
+  _globals['_OPENREQUEST']._serialized_start=425
+  _globals['_OPENREQUEST']._serialized_end=712
+  _globals['_OPENRESPONSE']._serialized_start=715
+  _globals['_OPENRESPONSE']._serialized_end=876
+  _globals['_COMPLETEREQUEST']._serialized_start=879
+  _globals['_COMPLETEREQUEST']._serialized_end=1055
+  _globals['_COMPLETERESPONSE']._serialized_start=1057
+  _globals['_COMPLETERESPONSE']._serialized_end=1090
+  _globals['_ABORTREQUEST']._serialized_start=1093
+  _globals['_ABORTREQUEST']._serialized_end=1248
+  _globals['_ABORTRESPONSE']._serialized_start=1250
+  _globals['_ABORTRESPONSE']._serialized_end=1280
+  _globals['_RENEWREQUEST']._serialized_start=1282
+  _globals['_RENEWREQUEST']._serialized_end=1406
+  _globals['_RENEWRESPONSE']._serialized_start=1408
+  _globals['_RENEWRESPONSE']._serialized_end=1440
+  _globals['_TRANSFERSERVICE']._serialized_start=1507
+  _globals['_TRANSFERSERVICE']._serialized_end=1919
 # @@protoc_insertion_point(module_scope)

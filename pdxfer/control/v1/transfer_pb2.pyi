@@ -17,7 +17,7 @@ MODE_PACKED: Mode
 MODE_DIRECT: Mode
 
 class DescribeRequest(_message.Message):
-    __slots__ = ("protocol_version", "epoch", "worker", "rank", "layout", "known_layout_digest", "data_key")
+    __slots__ = ("protocol_version", "epoch", "worker", "rank", "layout", "known_layout_digest", "data_key", "protocol_newest")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
@@ -25,6 +25,7 @@ class DescribeRequest(_message.Message):
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     KNOWN_LAYOUT_DIGEST_FIELD_NUMBER: _ClassVar[int]
     DATA_KEY_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_NEWEST_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     epoch: bytes
     worker: str
@@ -32,10 +33,11 @@ class DescribeRequest(_message.Message):
     layout: bytes
     known_layout_digest: str
     data_key: bytes
-    def __init__(self, protocol_version: _Optional[int] = ..., epoch: _Optional[bytes] = ..., worker: _Optional[str] = ..., rank: _Optional[int] = ..., layout: _Optional[bytes] = ..., known_layout_digest: _Optional[str] = ..., data_key: _Optional[bytes] = ...) -> None: ...
+    protocol_newest: int
+    def __init__(self, protocol_version: _Optional[int] = ..., epoch: _Optional[bytes] = ..., worker: _Optional[str] = ..., rank: _Optional[int] = ..., layout: _Optional[bytes] = ..., known_layout_digest: _Optional[str] = ..., data_key: _Optional[bytes] = ..., protocol_newest: _Optional[int] = ...) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("protocol_version", "epoch", "worker", "rank", "layout_digest", "layout", "transports", "host")
+    __slots__ = ("protocol_version", "epoch", "worker", "rank", "layout_digest", "layout", "transports", "host", "protocol_newest")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
@@ -44,6 +46,7 @@ class DescribeResponse(_message.Message):
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_NEWEST_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     epoch: bytes
     worker: str
@@ -52,7 +55,8 @@ class DescribeResponse(_message.Message):
     layout: bytes
     transports: _containers.RepeatedScalarFieldContainer[str]
     host: str
-    def __init__(self, protocol_version: _Optional[int] = ..., epoch: _Optional[bytes] = ..., worker: _Optional[str] = ..., rank: _Optional[int] = ..., layout_digest: _Optional[str] = ..., layout: _Optional[bytes] = ..., transports: _Optional[_Iterable[str]] = ..., host: _Optional[str] = ...) -> None: ...
+    protocol_newest: int
+    def __init__(self, protocol_version: _Optional[int] = ..., epoch: _Optional[bytes] = ..., worker: _Optional[str] = ..., rank: _Optional[int] = ..., layout_digest: _Optional[str] = ..., layout: _Optional[bytes] = ..., transports: _Optional[_Iterable[str]] = ..., host: _Optional[str] = ..., protocol_newest: _Optional[int] = ...) -> None: ...
 
 class OpenRequest(_message.Message):
     __slots__ = ("transfer", "ticket", "epoch", "source_epoch", "target_worker", "target_rank", "layout_digest", "plan_digest", "first_token", "relay", "transport", "mode", "chunk_bytes")

@@ -196,10 +196,20 @@ def _transfers_text(found: list[dict[str, Any]]) -> str:
 
 
 @click.command()
-@click.argument("transfer")
+@click.argument("transfer", required=False)
+@click.option("--reasons", is_flag=True, help="Print every reason that a failure may have instead; asks nobody.")
 @with_admin
-def explain(admin: str, as_json: bool, transfer: str) -> None:
+def explain(admin: str, as_json: bool, transfer: str | None, reasons: bool) -> None:
     """Tell what became of TRANSFER: its timeline, what failed, whose fault that is, and what to do."""
+    if reasons:
+        from pdxfer.agent.reasons import REASONS
+
+        rows = [row._asdict() for row in REASONS.values()]
+        text = "{name}\n  what failed:  {blame}\n  why:          {cause}\n  what to do:   {remedy}"
+        _print(as_json, {"reasons": rows}, lambda: "\n".join(text.format(**row) for row in rows))
+        return
+    if transfer is None:
+        raise click.UsageError("name a transfer, or say --reasons")
     found = ask(admin, f"/transferz/{quote(transfer, safe='')}")
     _print(as_json, found, lambda: "\n\n".join(map(_explained, found["transfers"])))
 

@@ -213,7 +213,8 @@ counters = st.integers(0, 2**64 - 1)
 leases = st.floats(min_value=0, exclude_min=True, allow_nan=False, allow_infinity=False)
 by_field = {
     "epoch": epochs, "source_epoch": epochs, "session": epochs, "rank": ranks, "target_rank": ranks,
-    "protocol_version": ranks, "protocol_newest": ranks, "generation": counters, "payload_bytes": counters, "first_token": counters,
+    "protocol_version": ranks, "protocol_newest": ranks,
+    "generation": counters, "payload_bytes": counters, "first_token": counters,
     "chunks": st.integers(0, LIMITS["chunks"]), "chunk_bytes": st.integers(4096, 1 << 30),
     "mode": st.sampled_from(Mode), "relay": st.booleans(), "lease_s": leases,
     "layout": st.binary(max_size=200), "ticket": st.binary(max_size=200),

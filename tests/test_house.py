@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 GENERATED = ROOT / "pdxfer" / "control" / "v1"
 SOURCES = sorted(path for path in (ROOT / "pdxfer").rglob("*.py") if GENERATED not in path.parents)
 PLACES = ("pdxfer", "tests", "proto", "deploy", ".ci")
-BINARY = {".so", ".pyc", ".png"}
+BINARY = {".bin", ".so", ".pyc", ".png"}
 
 # first name of the import -> the modules that may import it at all
 ALLOWED = {

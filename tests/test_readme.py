@@ -105,7 +105,7 @@ def test_every_command_and_option_named_is_there(path):
     spans = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
     spans += [line for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
     seen = set()
-    for span in [line for span in spans for line in span.replace(" | ", "\npdxfer ").splitlines()]:
+    for span in "\n".join(spans).replace(" | ", "\npdxfer ").splitlines():
         found = re.search(r"(?:^|bin/)pdxfer ([a-z]+)(.*)", span)
         if found is None or found[1] not in COMMANDS:
             assert found is None, span

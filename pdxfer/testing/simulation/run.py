@@ -381,7 +381,7 @@ class Simulation:
 
 def simulate(seed: int, transfers: int = 200, *, faults: Sequence[str] = (), stories: Sequence[str] = ()) -> Report:
     """Run one seed; errors of the simulation itself are raised."""
-    # Garbage is collected between seeds only: saves an eighth of the time, and no finalizer runs at a moment of its own.
+    # Garbage is collected between seeds only: it saves an eighth of the time, and no finalizer runs when it likes.
     collecting = gc.isenabled()
     gc.disable()
     try:

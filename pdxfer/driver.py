@@ -53,6 +53,9 @@ _REPORTED: Mapping[str, type[PdxferError]] = {
     cls.__name__: cls for cls in (StaleError, TicketError, AbortedError, DeadlineError, PeerError, TransportError)
 }
 
+#: Of these, what a source answers to Ask is its last word.
+_FINAL = (StaleError.__name__, TicketError.__name__)
+
 
 @dataclass(slots=True)
 class EdgeStats:
@@ -340,6 +343,7 @@ def ask(peer: PeerChannel, frame: wire.Ask, cancel: Cancel, deadline_s: float) -
     """Open a transfer on its channel; returns the answer, or None where the source says no (control knows why).
 
     Raises:
+        StaleError, TicketError: the source refuses for good: asked again, it would count one late ticket twice.
         TransportError, DeadlineError, AbortedError: as ``EdgeReader.run``.
     """
     _send(peer, frame, cancel, deadline_s)
@@ -347,6 +351,8 @@ def ask(peer: PeerChannel, frame: wire.Ask, cancel: Cancel, deadline_s: float) -
         with _receive(peer, cancel, deadline_s, lambda: None, "open") as message:
             answer = wire.decode(message.header)
         if answer.session == frame.session:
+            if isinstance(answer, wire.Fail) and answer.error in _FINAL:
+                raise _reported(answer)
             return answer if isinstance(answer, wire.Opened) else None
 
 

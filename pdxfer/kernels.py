@@ -261,7 +261,7 @@ class BoundCopy:
         return None if found is None else _native.copy_parts(found, seed)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=512)
 def _merge(
     shape: tuple[int, ...], to_strides: tuple[int, ...], from_strides: tuple[int, ...], itemsize: int, ordered: bool
 ) -> _Pattern:

@@ -583,7 +583,7 @@ def _box_offset(item: CopyItem, holding: Holding) -> int:
     return sum((a - b) * s for a, b, s in zip(item.box.starts, holding.box.starts, holding.strides, strict=True))
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=512)
 def _packed_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, tuple[int, ...]]:
     strides = tuple(math.prod(shape[i + 1 :]) * itemsize for i in range(len(shape)))
     return math.prod(shape) * itemsize, strides

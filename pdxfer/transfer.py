@@ -101,7 +101,7 @@ class Hold:
 
     Attributes:
         transfer: id of the transfer.
-        units: (pool, page) pairs.
+        units: (pool, page) pairs; none once they are free, since a hold is remembered longer than that.
         generation: unique among all holds of this ledger; names this one use of the units.
     """
 
@@ -180,6 +180,7 @@ class Ledger:
                 self._users[unit].remove(hold)
                 if not self._users[unit]:
                     del self._users[unit]
+            hold.units = frozenset()
         return after
 
     def counts(self) -> dict[str, int]:

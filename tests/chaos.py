@@ -39,7 +39,7 @@ TARGET = {
     "placement": "unified",
     "storage": {"page_tokens": 8, "kv_order": "HND", "conv_order": "TC", "pages": 512},
 }
-SMALL = {"chunk_bytes": 4096, "arena_bytes": 1 << 20, "window": 1, "lease_s": 1.0, "call_s": 3.0}
+SMALL = {"chunk_bytes": 4096, "arena_bytes": 1 << 20, "window": 1, "lease_s": 3.0, "call_s": 5.0}
 KINDS: dict[str, dict[str, Any]] = {
     "shm-packed": {"transports": ["shm"], "mode": "packed"},
     "shm-direct": {"transports": ["shm"], "mode": "direct"},

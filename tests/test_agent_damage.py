@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,11 +11,19 @@ import pytest
 
 from pdxfer import wire
 from pdxfer.builders import Parallel
-from pdxfer.errors import CorruptError, DeadlineError, ExhaustedError, PdxferError, PeerError, TransportError
+from pdxfer.errors import (
+    CorruptError,
+    DeadlineError,
+    ExhaustedError,
+    PdxferError,
+    PeerError,
+    StaleError,
+    TransportError,
+)
 from pdxfer.testing.faults import Fault, FaultPlan, FaultyTransport
 from pdxfer.testing.oracle import Oracle
 from pdxfer.transport import Message
-from tests.pairs import TOKENS, fails, hand_over, pair
+from tests.pairs import LONG, TOKENS, fails, hand_over, pair
 from tests.workers import Tap, Worker, layouts
 
 
@@ -127,3 +136,44 @@ def test_a_full_arena_is_said_in_time():
         fails(source, target, ExhaustedError, match="at the source")
         arena.free(held)
         hand_over(source, target, "again")
+
+
+class Withdrawing(Tap):
+    """The engine takes its pages back, and writes into them, while a target copies the second chunk straight from them.
+
+    The first chunk's frame is held at the target until the source has digested the second.
+    """
+
+    def __init__(self) -> None:
+        self.digested = threading.Event()
+        self.source: Worker | None = None
+
+    def sending(self, header: bytes) -> None:
+        frame = wire.decode(header)
+        if isinstance(frame, wire.Data) and frame.chunk == 1:
+            self.digested.set()
+
+    def received(self, message: Message) -> list[Message]:
+        frame = wire.decode(message.header)
+        if isinstance(frame, wire.Data) and frame.chunk < 2:
+            assert self.source is not None
+            if frame.chunk == 0:
+                assert self.digested.wait(60.0)
+                for buffer in self.source.ranks[0].buffers:
+                    buffer ^= 0xFF
+            else:
+                self.source.agents[0].withdraw("one")
+        return [message]
+
+
+def test_pages_that_are_taken_back_under_a_direct_copy_are_stale_not_corrupt():
+    tap = Withdrawing()
+    plan = layouts(Parallel(), Parallel())
+    with pair(*plan, mode="direct", transports=("shm",), chunk_bytes=4096, wrap=tap.wrap) as (source, target):
+        tap.source = source
+        ticket = source.offer("one", LONG)
+        target.reserve("one", LONG)
+        with pytest.raises(StaleError, match="withdrawn") as caught:
+            target.fetch(ticket, "one")
+        assert caught.value.reason == "TRANSFER_ENDED"
+        assert "integrity_failures" not in {name for name, *_ in target.agents[0].journal.counts}

@@ -472,14 +472,16 @@ def test_a_full_sized_layout_passes_both_ways(address: str) -> None:
 
 @pytest.fixture
 def foreign() -> Iterator[tuple[ControlClient, dict[str, Any]]]:
-    """A client of a server that is not ours; ``replies`` maps a method's name to bytes or a function of the context."""
+    """A client of a server that is not ours; ``replies`` maps a method's name to bytes, a function of the context, or
+    None: success without a message."""
     replies: dict[str, Any] = {}
 
     def reply(name: str) -> Any:
-        def behaviour(body: bytes, context: grpc.ServicerContext) -> bytes:
-            return replies[name] if isinstance(replies[name], bytes) else replies[name](context)
+        def behaviour(body: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+            if replies[name] is not None:
+                yield replies[name] if isinstance(replies[name], bytes) else replies[name](context)
 
-        return grpc.unary_unary_rpc_method_handler(behaviour)
+        return grpc.unary_stream_rpc_method_handler(behaviour)
 
     with ThreadPoolExecutor(2) as pool:
         server = grpc.server(pool)
@@ -507,6 +509,15 @@ def test_a_foreign_server_becomes_a_peer_error(foreign: tuple[ControlClient, dic
     with pytest.raises(PeerError) as caught:
         client.renew(RENEW)
     assert caught.value.details["grpc_code"] == "UNIMPLEMENTED"
+
+
+def test_a_success_without_a_message_is_the_peer_s_fault(foreign: tuple[ControlClient, dict[str, Any]]) -> None:
+    """One flipped bit in the frame around a message is enough: gRPC then hands out None."""
+    client, replies = foreign
+    replies["Complete"] = None
+    with pytest.raises(PeerError, match="answered Complete with nothing") as caught:
+        client.complete(COMPLETE)
+    assert caught.value.reason == "PROTOCOL"
 
 
 def test_a_lease_that_is_no_number_is_refused(foreign: tuple[ControlClient, dict[str, Any]]) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from pdxfer import wire
 from pdxfer.builders import Parallel
-from pdxfer.errors import CorruptError
+from pdxfer.errors import CorruptError, TransportError
 from pdxfer.packing import EdgeProgram, RequestShape
 from pdxfer.plan import Edge, make_plan
 from pdxfer.testing.faults import Fault, FaultPlan, FaultyTransport
@@ -48,10 +48,26 @@ def workers(request):
         yield source, target, faulty[0]
 
 
-def _offered(source: Worker, number: int) -> Ticket:
+def _offered(source: Worker, number: int | str) -> Ticket:
     """The same pages under a fresh id."""
     rank = source.ranks[0]
     return Ticket.join([rank.agent.offer(f"request-{number}", rank.tables["one"], kv_tokens=TOKENS)])
+
+
+def _hit(source: Worker, target: Worker, faulty: FaultyTransport, number: int) -> CorruptError:
+    """Fetch until the damage is done: on a busy machine, a channel may break before."""
+    for attempt in range(10):
+        del faulty.damaged[:]
+        try:
+            target.agents[0].fetch(_offered(source, f"{number}-{attempt}"), target.ranks[0].tables["one"])
+        except CorruptError as error:
+            return error
+        except TransportError:
+            if faulty.damaged:
+                raise
+        else:
+            break
+    raise AssertionError(f"damage {number} was not found: {faulty.damaged}")
 
 
 @pytest.mark.timeout(7200)
@@ -63,16 +79,14 @@ def test_all_damage_is_caught_and_its_component_named(workers):
     caught: Counter[str] = Counter()
     for number, kind in enumerate(islice(cycle(DAMAGES), ROUNDS)):
         faulty.plan = FaultPlan.of(Fault(kind=kind, at=number // 4 % len(chunks.chunks)), seed=number)
-        del faulty.damaged[:]
-        ticket, tables = _offered(source, number), target.ranks[0].tables["one"]
-        with pytest.raises(CorruptError) as error:
-            target.agents[0].fetch(ticket, tables)
+        error = _hit(source, target, faulty, number)
         (header, first), frame = faulty.damaged[0], wire.decode(faulty.damaged[0][0])
         assert isinstance(frame, wire.Data)
         hit = next(s for s in chunks.chunks[frame.chunk].segments if first < s.offset + s.nbytes)
-        assert error.value.component == chunks.items[hit.item].component, (kind, header, first)
+        assert error.component == chunks.items[hit.item].component, (kind, header, first)
         caught[kind] += 1
-    print(dict(caught))
+        if number % 1000 == 999:
+            print(dict(caught), flush=True)
 
 
 @pytest.mark.timeout(7200)

@@ -81,6 +81,7 @@ def _attempt(source: Worker, target: Worker, key: str) -> str:
     except PdxferError as error:
         outcome = type(error).__name__
     assert time.monotonic() - began_s < TIMEOUT_S + BUSY_S
+    assert outcome != "InternalError", "nothing that a network does is our own fault"
     withdraw(source, key, ends)
     for worker in (source, target):
         for rank in worker.ranks:

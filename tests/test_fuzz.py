@@ -46,7 +46,8 @@ def test_mutations_are_the_same_for_a_seed():
 BAD = {
     "crash": lambda data: data[100],
     "blame": lambda data: _raise(InternalError("ours")),
-    "hang": lambda data: time.sleep(1.01),
+    "hang": lambda data: _burn(0.02),
+    "wait": lambda data: time.sleep(0.05),
     "memory": lambda data: bytearray(2 << 20),
     "good": lambda data: _raise(MisuseError("no")),
 }
@@ -56,10 +57,25 @@ def _raise(error: Exception) -> None:
     raise error
 
 
+def _burn(seconds: float) -> None:
+    until_s = time.process_time() + seconds
+    while time.process_time() < until_s:
+        pass
+
+
 @pytest.mark.parametrize(
-    ("name", "why"), [("crash", "IndexError"), ("blame", "blames us"), ("hang", "it took"), ("memory", "of memory")]
+    ("name", "why"),
+    [
+        ("crash", "IndexError"),
+        ("blame", "blames us"),
+        ("hang", "it took 0.0"),
+        ("wait", "it took 0.00 s of CPU time"),
+        ("memory", "of memory"),
+    ],
 )
 def test_what_decoders_must_not_do_is_found(monkeypatch, capsys, name, why):
+    monkeypatch.setattr(fuzzing, "HANG_S", 0.015)
+    monkeypatch.setattr(fuzzing, "_WAIT_S", 0.045)
     bad = {word: Decoder(make=lambda word=word: BAD[word], seeds=list) for word in BAD}
     monkeypatch.setattr(fuzzing, "DECODERS", bad)
     (find,) = fuzz(name, iter([b"x"])).finds

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from pdxfer.agent import Fetch, Received
+from pdxfer.agent.journal import Timeline
+from pdxfer.agent.serve import SourceSession
 from pdxfer.builders import Parallel
 from pdxfer.directory import PrivateDirectory
-from pdxfer.errors import TransportError
+from pdxfer.errors import PdxferError, TransportError
+from pdxfer.packing import EdgeProgram, Side
+from pdxfer.transfer import Hold, Offer
 from tests.chaos import ERRORS, Play, play
-from tests.pairs import hand_over, pair, wait_until
+from tests.pairs import SCHEMES, TOKENS, Ends, hand_over, pair, wait_until, withdraw
 from tests.rank_process import Failed
-from tests.workers import layouts
+from tests.workers import Worker, layouts, settle
 
 COUNTS = (0, 1, 2, 4, 7, 12)
 
@@ -175,3 +183,46 @@ def test_a_private_directory_without_a_descriptor_leaves_none(tmp_path, monkeypa
     with pytest.raises(OSError, match="Too many open files"):
         PrivateDirectory("x-", "s", str(tmp_path))
     assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_what_is_kept_of_transfers_that_ended_does_not_grow(monkeypatch, scheme):
+    """Of each agent so many records, and timelines (theirs and the latest); no page, program, session or fetch."""
+    for module in ("source", "journal"):
+        monkeypatch.setattr(f"pdxfer.agent.{module}._ENDED_MAX", 4)
+    with pair(*layouts(Parallel(tp=2), Parallel(tp=4)), transports=(scheme,)) as (source, target):
+        for number in range(20):
+            if number % 4:
+                hand_over(source, target, f"{number}", TOKENS + number)
+            else:
+                _cancelled(source, target, f"{number}")
+            for rank in (*source.ranks, *target.ranks):
+                rank.give_back(f"{number}")
+        agents = len(source.ranks) + len(target.ranks)
+        bounds = {Timeline: 8 * agents, **dict.fromkeys((Offer, Hold), 4 * agents),
+                  **dict.fromkeys((Side, EdgeProgram, SourceSession, Fetch, Received), 0)}  # fmt: skip
+        wait_until(lambda: not _over(bounds), timeout_s=30.0)
+        assert _over(bounds) == {}
+        records = [r for agent in source.agents for r in agent.source._records.values() if r.hold is not None]
+        assert records
+        assert not any(record.hold.units for record in records)
+
+
+def _cancelled(source: Worker, target: Worker, key: str) -> None:
+    ends = Ends()
+    ticket = source.offer(key, TOKENS, on_end=ends)
+    target.reserve(key, TOKENS)
+    fetches = target.start(ticket, key)
+    for fetch in fetches:
+        fetch.cancel()
+    with suppress(PdxferError):
+        for received in settle(fetches):
+            received.release()
+    withdraw(source, key, ends)
+
+
+def _over(bounds: dict[type, int]) -> dict[str, int]:
+    """How many objects there are of each kind that has more than it may."""
+    gc.collect()
+    found = Counter(type(thing) for thing in gc.get_objects())
+    return {kind.__name__: found[kind] for kind, most in bounds.items() if found[kind] > most}

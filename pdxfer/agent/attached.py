@@ -76,8 +76,6 @@ class Attached(threading.Thread):
         self._owner.forget(self)
         if agent is not None:
             self._owner.give_up(self._rank, agent)
-            with suppress(MisuseError):  # it may have ended before there was any
-                agent.memory.forget()
             self._owner.tidy_soon()
 
     def _close_regions(self) -> None:

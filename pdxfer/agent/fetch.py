@@ -30,6 +30,7 @@ from pdxfer.control.convert import METHODS
 from pdxfer.driver import EdgeReader, EdgeStats, PeerChannel, ask
 from pdxfer.errors import (
     AbortedError,
+    CorruptError,
     DeadlineError,
     ExhaustedError,
     IncompatibleError,
@@ -47,7 +48,7 @@ from pdxfer.plan import Edge, Plan, make_plan
 from pdxfer.spec import request_bytes
 from pdxfer.ticket import Ticket
 from pdxfer.trace import current
-from pdxfer.transfer import TARGET, Cancel, Event, Hold, Intake, Offer, State
+from pdxfer.transfer import TARGET, Cancel, Event, Hold, Intake, Ledger, Offer, State
 
 if TYPE_CHECKING:
     from pdxfer.agent.peers import Peer
@@ -182,7 +183,7 @@ class Fetch:
             self._seconds["total"] = time.perf_counter() - self._started_s
             self._result = Received(
                 ticket=self.ticket, edges=tuple(self._stats), seconds=self._seconds, _plan=lambda: plan,
-                _release=self._release,
+                _release=partial(_release, self.ledger, self.hold, partial(self.agent.journal.mark, self.timeline)),
             )  # fmt: skip
             self.ledger.fire(self.hold, Event.VERIFIED)
             self.agent.fetched["fetched"] += 1
@@ -311,7 +312,7 @@ class Fetch:
             self.agent.peers.note(peer, choice)
             self._mark("opened", f"{_name(edge)} over {stats.transport}, {stats.mode}")
             reader = self._reader(peer, opened, program, channel, stats, greeted)
-            reader.run()
+            self._read(reader, peer, opened)
             self._mark("moved", _name(edge))
             with stats.stage("negotiate"):
                 if not reader.complete():
@@ -416,13 +417,7 @@ class Fetch:
             now_s = time.monotonic()
             if now_s - renewed[0] > opened.lease_s / 3:
                 renewed[0] = now_s
-                peer.client.renew(
-                    Renew(
-                        transfer=self.ticket.transfer, epoch=self.agent.epoch, session=opened.session,
-                        target_worker=config.worker, target_rank=config.rank,
-                    ),
-                    timeout_s=max(0.001, min(config.call_s, self.deadline_s - now_s)),
-                )  # fmt: skip
+                self._renew(peer, opened)
 
         return EdgeReader(
             transfer=self.ticket.transfer, generation=opened.generation, session=opened.session, mode=opened.mode,
@@ -430,6 +425,31 @@ class Fetch:
             renew=renew, stats=stats, window=config.window, digests=config.digests, kernel=config.kernel,
             greeted=greeted,
         )  # fmt: skip
+
+    def _read(self, reader: EdgeReader, peer: Peer, opened: Opened) -> None:
+        """Read it all. Where pages changed under a direct copy, the truth is that the source has let go of them."""
+        try:
+            reader.run()
+        except CorruptError:
+            if opened.mode is Mode.DIRECT:
+                try:
+                    self._renew(peer, opened)
+                except StaleError:
+                    raise
+                except PdxferError as error:
+                    _log.info(
+                        "transfer %s: %s can't say whether it holds on: %s", self.ticket.transfer, peer.address, error
+                    )
+            raise
+
+    def _renew(self, peer: Peer, opened: Opened) -> None:
+        """Extend the lease; raises StaleError when there is none any more."""
+        config = self.agent.config
+        message = Renew(
+            transfer=self.ticket.transfer, epoch=self.agent.epoch, session=opened.session,
+            target_worker=config.worker, target_rank=config.rank,
+        )  # fmt: skip
+        peer.client.renew(message, timeout_s=max(0.001, min(config.call_s, self.deadline_s - time.monotonic())))
 
     def _complete(self, peer: Peer, opened: Opened, stats: EdgeStats) -> None:
         config = self.agent.config
@@ -530,12 +550,14 @@ class Fetch:
     def _timed(self, name: str) -> _Timed:
         return _Timed(self._seconds, name)
 
-    def _release(self) -> None:
-        self.ledger.fire(self.hold, Event.RELEASE)
-        self._mark("released")
-
     def _mark(self, stage: str, detail: str = "") -> None:
         self.agent.journal.mark(self.timeline, stage, detail)
+
+
+def _release(ledger: Ledger, hold: Hold, mark: Callable[[str], None]) -> None:
+    """What ``Received.release`` does: no method, or what was fetched would keep its Fetch, and that what it fetched."""
+    ledger.fire(hold, Event.RELEASE)
+    mark("released")
 
 
 def _name(edge: Edge) -> str:

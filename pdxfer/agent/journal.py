@@ -96,6 +96,10 @@ class Timeline:
         """What a log line about it carries beside its id, as ``extra``."""
         return {"peer": self.peer, "epoch": self.epoch, "trace": self.trace}
 
+    def forget(self) -> None:
+        """Nobody will ask for it any more; whoever still has it needs only what log lines carry."""
+        self.marks, self.seconds, self.nbytes = [], {}, Counter()
+
     def to_json(self) -> dict[str, Any]:
         """Everything, with who is to blame and what to do where it failed."""
         nbytes, messages = self.moved()
@@ -195,6 +199,8 @@ class Journal:
             elif why:
                 timeline.error = why[:_TEXT_CHARS]
             timeline.outcome = outcome if outcome in _OUTCOMES else "failed"
+            if len(self._ended) == self._ended.maxlen:
+                self._ended[0].forget()
             self._ended.append(timeline)
             self._count_end(timeline)
         self.mark(timeline, timeline.outcome, timeline.error)

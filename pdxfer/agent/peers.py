@@ -146,7 +146,11 @@ class Peers:
         check_versions(found)
         layout = self._layouts.get(found.layout_digest)
         if found.layout:
-            layout = self._layouts.add(found.layout)
+            try:
+                layout = self._layouts.add(found.layout)
+            except MisuseError as error:  # not ours: the peer's, or the network's
+                what = f"{address} sent a layout that can't be used: {error.message}"
+                raise PeerError(what, reason="PROTOCOL") from error
         if layout is None or layout.digest != found.layout_digest:
             raise PeerError(f"{address} named layout {found.layout_digest} but did not send it", reason="PROTOCOL")
         peer = Peer(address=address, client=client, description=found, layout=layout)

@@ -244,12 +244,15 @@ class Agent(ControlHandler):
             thread.join(timeout=_JOIN_S)
         if self._source is not None:
             self._source.sweep()  # nobody reads any more: what was quarantined is free
+        self._settle()
         self.keeper.close()
         self.peers.close()
         if self._memory is not None:
             self._memory.close()
         for transport in self.transports.values():
             transport.close()
+        if self._memory is not None:
+            self._memory.forget()
         self._directory.close()
 
     def __enter__(self) -> Agent:

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = ["OnEnd", "Source"]
 
-_ENDED_MAX = 4096
+_ENDED_MAX = 1024
 _RELAY_WAIT_S = 0.02
 _RETRY_S = 0.005
 _REFUSAL_CHARS = 1000

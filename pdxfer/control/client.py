@@ -202,7 +202,10 @@ class ControlClient:
             left_s = _checked_timeout_s(until_s - time.monotonic())
             try:
                 metadata = ((HEADER, trace),) if (trace := current.get()) else None
-                return link.calls[name](request, timeout=left_s, wait_for_ready=patient, metadata=metadata)
+                answer = link.calls[name](request, timeout=left_s, wait_for_ready=patient, metadata=metadata)
+                if answer is None:  # gRPC is content with a success that has no message
+                    raise PeerError(f"{self.address} answered {name} with nothing", reason="PROTOCOL")
+                return answer
             except grpc.RpcError as raised:
                 if self._closed:
                     message = f"the client of {self.address} was closed during {name}"

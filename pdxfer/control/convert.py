@@ -256,11 +256,11 @@ def decode_error(call: Any, *, method: str, peer: str) -> PdxferError:
     try:
         status = rpc_status.from_call(call)
         info = _unpack(status, error_details_pb2.ErrorInfo) if status is not None else None
+        if info is not None and info.domain == _DOMAIN:
+            return _rebuild(call.code(), status, info)
     except (ValueError, DecodeError, KeyError):
-        info = None
-    if info is None or info.domain != _DOMAIN:
-        return _from_grpc_itself(call.code(), call.details() or "", method=method, peer=peer)
-    return _rebuild(call.code(), status, info)
+        pass  # damaged on its way
+    return _from_grpc_itself(call.code(), call.details() or "", method=method, peer=peer)
 
 
 def _unpack(status: status_pb2.Status, wire_type: type[Any]) -> Any:

@@ -5,7 +5,8 @@
 
 In come a decoder's name and a count; out come a summary line for each decoder, and for a find its input in hexadecimal
 with the command that repeats it (``--input``). Three things are finds: an exception that is no PdxferError (or one
-that blames us), a second or more for one input, and memory beyond 16 times the input and a constant.
+that blames us), a second or more of CPU time (or ten by the clock) for one input, and memory beyond 16 times the input
+and a constant.
 
 Two engines: ``mutate``, seeded and plain, which measures memory; and ``atheris`` (``pip install atheris``), which
 follows coverage. Inputs that made news are kept in ``tests/corpus/NAME.txt``, one a line, and replayed by the tests.
@@ -32,6 +33,8 @@ from pdxfer.testing.decoders import DECODERS
 __all__ = ["Find", "Report", "again", "fuzz", "main", "mutations", "read_corpus", "try_one"]
 
 HANG_S = 1.0
+#: A second on the clock says little on a busy machine, so that CPU time counts; waiting takes none, but this long.
+_WAIT_S = 10 * HANG_S
 #: Memory that one input may cost: so many times its own bytes, and a constant for tables and messages.
 BYTES_PER_BYTE, BYTES_AT_ALL = 16, 1 << 20
 _LONGEST = 64 << 10
@@ -79,14 +82,20 @@ def try_one(decode: Callable[[bytes], object], data: bytes) -> tuple[bool, str]:
     return True, ""
 
 
-def _fastest_s(decode: Callable[[bytes], object], data: bytes) -> float:
-    """A busy machine, or one that stood still, is no hang."""
-    spent_s = []
-    for _ in range(3):
-        began_s = time.perf_counter()
-        try_one(decode, data)
-        spent_s.append(time.perf_counter() - began_s)
-    return min(spent_s)
+def _timed(decode: Callable[[bytes], object], data: bytes) -> tuple[bool, str, float, float]:
+    """As ``try_one``, and the seconds it took: of CPU time, and by the clock."""
+    clock_s, cpu_s = time.perf_counter(), time.process_time()
+    accepted, why = try_one(decode, data)
+    return accepted, why, time.process_time() - cpu_s, time.perf_counter() - clock_s
+
+
+def _hang(decode: Callable[[bytes], object], data: bytes, cpu_s: float, clock_s: float) -> str:
+    """Why an input that took so long is a hang: it takes so long again and again."""
+    if cpu_s < HANG_S and clock_s < _WAIT_S:
+        return ""
+    again = [_timed(decode, data)[2:] for _ in range(3)]
+    cpu_s, clock_s = min(cpu for cpu, _ in again), min(clock for _, clock in again)
+    return f"it took {cpu_s:.2f} s of CPU time, {clock_s:.2f} s" if cpu_s >= HANG_S or clock_s >= _WAIT_S else ""
 
 
 def fuzz(name: str, inputs: Iterator[bytes] | int, *, seed: int = 0, finds_max: int = 10) -> Report:
@@ -103,13 +112,12 @@ def fuzz(name: str, inputs: Iterator[bytes] | int, *, seed: int = 0, finds_max: 
         for data in source:
             report.inputs += 1
             tracemalloc.reset_peak()
-            before, began_s = tracemalloc.get_traced_memory()[0], time.perf_counter()
-            accepted, why = try_one(decode, data)
-            took_s, peak = time.perf_counter() - began_s, tracemalloc.get_traced_memory()[1] - before
+            before = tracemalloc.get_traced_memory()[0]
+            accepted, why, cpu_s, clock_s = _timed(decode, data)
+            peak = tracemalloc.get_traced_memory()[1] - before
             report.accepted += accepted
-            report.slowest_s, report.peak_bytes = max(report.slowest_s, took_s), max(report.peak_bytes, peak)
-            if not why and took_s >= HANG_S and (again_s := _fastest_s(decode, data)) >= HANG_S:
-                why = f"it took {again_s:.2f} s"
+            report.slowest_s, report.peak_bytes = max(report.slowest_s, cpu_s), max(report.peak_bytes, peak)
+            why = why or _hang(decode, data, cpu_s, clock_s)
             if not why and peak > BYTES_PER_BYTE * len(data) + BYTES_AT_ALL:
                 why = f"it took {peak} B of memory for {len(data)} B"
             if accepted and len(data) <= _POOLED_BYTES and len(pool) < _POOL and isinstance(inputs, int):
@@ -142,6 +150,7 @@ _HEADS = (b"\xdd\xff\xff\xff\xff", b"\xdb\x7f\xff\xff\xff", b"\xc6\xff\xff\xff\x
           b"\xff\xff\xff\xff\x0f", b"\x0a\xff\xff\xff\xff\x07")  # fmt: skip
 _NUMBERS = (b"-1", b"0", b"1", b"2", b"65536", b"4294967296", b"9223372036854775807", b"1" + b"0" * 40, b"1e308",
             b"NaN", b"Infinity", b"-0.0", b"null", b"true", b'"x"', b"[]", b"{}", b"[[]]")  # fmt: skip
+_A_NUMBER, _A_WORD = re.compile(rb"-?\d+(\.\d+)?|true|false|null"), re.compile(rb'"[^"]{1,40}"')
 _DEEP = (b"[", b'{"a":', b"\x91", b"\x81\xa1a", b"\x0a\x80\x01", b"text_config")
 
 
@@ -186,20 +195,23 @@ def _splice(data: bytearray, chance: random.Random, pool: Sequence[bytes]) -> No
     data[chance.randrange(len(data) + 1) :] = other[chance.randrange(len(other) + 1) :]
 
 
+def _one_of(pattern: re.Pattern[bytes], data: bytearray, chance: random.Random) -> tuple[int, int] | None:
+    """Where one match is, from a random place on; None: there is none."""
+    found = pattern.search(data, chance.randrange(len(data) + 1)) or pattern.search(data)
+    return found.span() if found else None
+
+
 def _number(data: bytearray, chance: random.Random, _: Sequence[bytes]) -> None:
     """In text: another value in a number's place."""
-    found = [match.span() for match in re.finditer(rb"-?\d+(\.\d+)?|true|false|null", bytes(data[:_LONGEST]))]
-    if found:
-        start, stop = chance.choice(found)
-        data[start:stop] = chance.choice(_NUMBERS)
+    if found := _one_of(_A_NUMBER, data, chance):
+        data[slice(*found)] = chance.choice(_NUMBERS)
 
 
 def _field(data: bytearray, chance: random.Random, _: Sequence[bytes]) -> None:
     """In text: a quoted word becomes another one of it."""
-    found = [match.span() for match in re.finditer(rb'"[^"]{1,40}"', bytes(data[:_LONGEST]))]
-    if found:
-        (start, stop), (a, b) = chance.choice(found), chance.choice(found)
-        data[start:stop] = chance.choice((bytes(data[a:b]), b'""', b'"' + b"x" * 300 + b'"', b"7"))
+    if (found := _one_of(_A_WORD, data, chance)) and (other := _one_of(_A_WORD, data, chance)):
+        new = (bytes(data[slice(*other)]), b'""', b'"' + b"x" * 300 + b'"', b"7")
+        data[slice(*found)] = chance.choice(new)
 
 
 def _deepen(data: bytearray, chance: random.Random, _: Sequence[bytes]) -> None:

@@ -14,7 +14,7 @@ from pdxfer.cli import doctor_checks
 from pdxfer.cli.doctor_checks import CHECKS, Machine, examine
 from pdxfer.cli.main import main
 from pdxfer.control.tls import Pem
-from pdxfer.errors import PeerError
+from pdxfer.errors import MisuseError, PeerError
 from tests.certificates import Authority
 from tests.pairs import pair
 from tests.test_cli_operate import served
@@ -49,6 +49,7 @@ GPU, IB, NET = "sys/bus/pci/devices/0000:01:00.0", PORT, "sys/class/net/eth0"
 
 #: check -> (status, files, environment, other fields): what is different on the bad machine.
 BAD = {
+    ("config", "values"): ("fail", {}, {}, {"refused": MisuseError("there is no key 'agent.leas_s'")}),
     ("versions", "packages"): ("fail", {}, {}, {"version": lambda name: "0.0.1"}),
     ("versions", "kernel"): ("warn", {}, {"PDXFER_KERNEL": "numpy"}, {}),
     ("versions", "connector"): ("fail", {}, {}, {"version": lambda n: "0.31.0" if n == "vllm" else "99"}),
@@ -60,7 +61,8 @@ BAD = {
     ("limits", "cgroup"): ("fail", {"sys/fs/cgroup/memory.current": str((8 << 30) - 4096)}, {}, {}),
     ("limits", "huge-pages"): ("warn", {"sys/kernel/mm/transparent_hugepage/shmem_enabled": "always [never]"}, {}, {}),
     ("sockets", "directory"): ("fail", {}, {}, {"directory": "open"}),
-    ("sockets", "bind"): ("fail", {}, {}, {"control": ("tcp://0.0.0.0:0",)}),
+    ("sockets", "engines"): ("fail", {}, {}, {"socket": "open/agent.sock"}),
+    ("sockets", "bind"): ("fail", {}, {}, {"addresses": ("tcp://0.0.0.0:0",)}),
     ("secrets", "keys"): ("fail", {}, {}, {"keys": "open-keys"}),
     ("secrets", "certificates"): ("fail", {}, {}, {"tls": "ended"}),
     ("network", "clock"): ("warn", {}, {}, {"unsynchronised": lambda: True}),
@@ -91,7 +93,7 @@ def forge(tmp_path):
         for path, text in {**GOOD, **dict(files)}.items():
             (root / path).parent.mkdir(parents=True, exist_ok=True)
             (root / path).write_text(text)
-        for name in ("keys", "directory"):
+        for name in ("keys", "directory", "socket"):
             if name in fields:
                 fields[name] = str(tmp_path / fields[name])
         if fields.get("tls") == "ended":
@@ -100,6 +102,7 @@ def forge(tmp_path):
             "requires": lambda: ["numpy>=1.26"],
             "limit": lambda name: 1 << 40, "version": lambda name: "" if name.startswith("vllm") else "99",
             "free_bytes": lambda path: 1 << 40, "unsynchronised": lambda: False, "directory": "/tmp",
+            "socket": f"{tmp_path}/own/agent.sock",
             "transports": ("shm", "tcp"), "answer": ANSWER,
         }  # fmt: skip
         return Machine(root=str(root), env={**ENV, **dict(env)}, **{**good, **fields})
@@ -130,8 +133,8 @@ def test_a_bad_machine_fails_that_check_with_a_fix(forge, group, name):
 @pytest.mark.parametrize(
     ("fields", "what"),
     [
-        ({"control": ("http://127.0.0.1:1",)}, "no known scheme"),
-        ({"control": ("tcp://203.0.113.250:1",)}, "assign"),
+        ({"addresses": ("http://127.0.0.1:1",)}, "no known scheme"),
+        ({"addresses": ("tcp://203.0.113.250:1",)}, "assign"),
         ({"directory": "x" * 120}, "longer than"),
         ({"directory": "missing"}, "No such file"),
     ],
@@ -144,7 +147,19 @@ def test_addresses_and_directories_that_can_not_be_used(forge, fields, what):
 def test_a_taken_port_is_found(forge):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
-        assert "in use" in CHECKS["sockets"]["bind"](forge(control=(address,))).what
+        check = CHECKS["sockets"]["bind"]
+        assert "in use" in check(forge(addresses=(address,))).what
+        assert check(forge(addresses=(address,), running=True)).status == "ok", "the running agent has it"
+
+
+def test_an_open_address_without_tls_is_a_warning_where_it_is_meant(forge):
+    assert CHECKS["sockets"]["bind"](forge(addresses=("tcp://0.0.0.0:0",), insecure=True)).status == "warn"
+
+
+def test_a_socket_whose_directory_can_not_be_made(forge, monkeypatch):
+    monkeypatch.setattr(doctor_checks.os, "access", lambda *_: False)
+    found = CHECKS["sockets"]["engines"](forge(socket="none/deeper/agent.sock"))
+    assert (found.status, "can't be made" in found.what, bool(found.fix)) == ("fail", True, True)
 
 
 def test_variables_that_contradict_each_other(forge):
@@ -178,16 +193,36 @@ def test_this_machine_can_be_examined():
 
 
 def test_the_command_shows_a_tree_and_its_exit_code(capsys, tmp_path):
-    code = main(["doctor", "--need-bytes", "1"])
+    small = ["doctor", "--set", "agent.arena_bytes=4096", "--set", "agent.chunk_bytes=4096"]
+    code = main(small)
     text = capsys.readouterr().out
     assert code == (3 if "FAIL" in text else 0)
     assert "planes" in text.splitlines()
-    assert main(["doctor", "--need-bytes", "1", "--keys", str(tmp_path / "none")]) == 3
+    assert main([*small, "--set", f"agent.ticket_keys={tmp_path}/none"]) == 3
     assert "fix: " in capsys.readouterr().out
-    assert main(["doctor", "--need-bytes", "1", "--json", "--transport", "carrier-pigeon"]) == 3
+    assert main([*small, "--json", "--set", "agent.transports=carrier-pigeon"]) == 3
     found = json.loads(capsys.readouterr().out)
     assert found["ok"] is False
     assert {(g, n) for g, of in found["checks"].items() for n in of} == NAMES
+
+
+def test_the_agent_s_own_config_is_looked_at_with_its_precedence(capsys, tmp_path, monkeypatch):
+    def doctor(*argv: str) -> dict[str, dict[str, dict[str, str]]]:
+        main(["doctor", "--json", "--admin", f"unix://{tmp_path}/none.sock", "--config", str(config), *argv])
+        return json.loads(capsys.readouterr().out)["checks"]
+
+    config, keys = tmp_path / "agent.toml", {name: tmp_path / name for name in ("file", "environment", "flag")}
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        config.write_text(f"[agent]\nticket_keys = '{keys['file']}'\narena_bytes = '8EiB'\n")
+        assert "arena_bytes can't be '8EiB'" in doctor()["config"]["values"]["what"]
+        config.write_text(f"[agent]\nticket_keys = '{keys['file']}'\nlisten = {{tcp = '{address}'}}\n")
+        found = doctor()
+        assert "in use" in found["sockets"]["bind"]["what"]
+        assert str(keys["file"]) in found["secrets"]["keys"]["what"]
+        monkeypatch.setenv("PDXFER_AGENT__TICKET_KEYS", str(keys["environment"]))
+        assert str(keys["environment"]) in doctor()["secrets"]["keys"]["what"]
+        assert str(keys["flag"]) in doctor("--set", f"agent.ticket_keys={keys['flag']}")["secrets"]["keys"]["what"]
 
 
 def test_the_peer_is_asked_by_the_running_agent_or_from_here(capsys, tmp_path):

@@ -43,9 +43,12 @@ def test_a_frame_has_readiness_ranks_peers_and_transfers(tmp_path):
             text = console.export_text(clear=False)
             withdraw(source, "request-19", ends)
     assert "is ready, 2 underway" in text
-    for row in (r"D +0/1 +hybrid", r"P +yes +1 +1 +\d+\.\d kB +\d+\.\d kB/s +CORRUPT", r"request-17 +target +P +failed",
-                r"request-18 +target +P +completed", r"request-19 +source +live", r"odd\?\[2J\[/\]"):  # fmt: skip
-        assert re.search(row, text), (row, text)
+    for row in (
+        r"D +0/1 +hybrid", r"P +0 +yes +1 +1 +\d+\.\d kB +\d+\.\d kB/s +CORRUPT",
+        r"request-17 +target 0 +P +failed",
+        r"request-18 +target 0 +P +completed", r"request-19 +source 1 +live", r"odd\?\[2J\[/\]",
+    ):  # fmt: skip
+        assert re.search(row, text), f"{row} is not in\n{text}"
     assert "\x1b[2J" not in text
     svg = tmp_path / "top.svg"
     svg.write_text(console.export_svg(title="pdxfer top"))

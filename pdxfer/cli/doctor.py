@@ -1,6 +1,7 @@
 """``pdxfer doctor``: everything that can be looked at before it goes wrong, as a tree with a fix per fault.
 
-In come the settings that an agent is to have; out come findings. Exit code 3 when one of them is a failure.
+In comes the config that an agent is to have, from the agent's own sources; out come findings. Exit code 3 when one of
+them is a failure.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pdxfer.cli.config import load, with_sources
 from pdxfer.cli.operate import ask, with_admin
 from pdxfer.errors import MisuseError, PdxferError, PeerError
 
@@ -23,30 +25,24 @@ _MARKS = {"ok": ("ok", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL", "r
 
 @click.command()
 @click.option("--peer", metavar="ADDR", default="", help="A peer's control address, to look at the way to it, too.")
-@click.option("--control", multiple=True, metavar="ADDR", help="A control address that the agent is to bind.")
-@click.option("--transport", "transports", multiple=True, default=("shm", "tcp"), show_default=True, help="To try.")
-@click.option("--keys", default="", metavar="FILE", help="The file of ticket keys.")
-@click.option("--tls", nargs=3, default=None, metavar="CA CERT KEY", help="Certificate files.")
-@click.option("--need-bytes", type=click.IntRange(1), default=128 << 20, show_default=True, help="Staging memory.")
 @click.option("-q", "--quiet", is_flag=True, help="Only warnings and failures.")
+@with_sources
 @with_admin
-def doctor(
-    admin: str, as_json: bool, peer: str, control: tuple[str, ...], transports: tuple[str, ...], keys: str,
-    tls: tuple[str, str, str] | None, need_bytes: int, quiet: bool,
-) -> int:  # fmt: skip
+def doctor(admin: str, as_json: bool, peer: str, quiet: bool, **sources: Any) -> int:
     """Look at versions, data planes, limits, sockets, keys, network, devices and, with --peer, the way to a peer.
 
-    The peer is asked by the running agent where there is one (its layouts are then compared, too), else from here.
-    Exit code 3 when something fails.
+    What the agent is to have comes from where pdxfer agent has it: flags, PDXFER_* variables, --config, defaults. The
+    peer is asked by the running agent where there is one (its layouts are then compared, too), else from here. Exit
+    code 3 when something fails.
     """
     from pdxfer.cli.doctor_checks import Machine, examine
-    from pdxfer.control import Tls
 
-    machine = Machine(
-        transports=transports, control=control, keys=keys, need_bytes=need_bytes,
-        tls=Tls(ca=tls[0], cert=tls[1], key=tls[2], peers=("*.invalid",)) if tls else None,
-        answer=_ask_peer(admin, peer) if peer else None,
-    )  # fmt: skip
+    answer = _ask_peer(admin, peer) if peer else None
+    try:
+        config = load(**sources).config
+        machine = Machine.of(config, running=_is_running(admin), answer=answer)
+    except MisuseError as error:
+        machine = Machine(refused=error, answer=answer)
     found = examine(machine)
     failed = any(f.status == "fail" for of in found.values() for f in of.values())
     if as_json:
@@ -55,6 +51,15 @@ def doctor(
     else:
         _show(found, quiet)
     return 3 if failed else 0
+
+
+def _is_running(admin: str) -> bool:
+    """Whether an agent is here already, which holds its own addresses."""
+    try:
+        ask(admin, "/statusz")
+    except PdxferError:
+        return False
+    return True
 
 
 def _ask_peer(admin: str, peer: str) -> dict[str, Any] | PdxferError:

@@ -7,6 +7,7 @@ the checks under "planes" and "sockets" open anything, and they close it again.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import resource
@@ -21,9 +22,12 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import metadata
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pdxfer.errors import MisuseError, PdxferError
+
+if TYPE_CHECKING:
+    from pdxfer.agent.config import DaemonConfig
 
 __all__ = ["CHECKS", "Finding", "Machine", "examine"]
 
@@ -69,7 +73,9 @@ class Machine:
     Attributes:
         root: where ``/proc``, ``/sys``, ``/dev`` begin. env: the environment.
         directory: where private sockets are made. need_bytes: staging over all transports.
-        transports: to loop-test. control: addresses to bind. keys: a file of ticket keys, or "". tls: ``Tls``.
+        transports: to loop-test. addresses: to bind, for peers. socket: the engines', or "".
+        keys: a file of ticket keys, or "". tls: ``Tls``. insecure: that others may come without it is meant.
+        refused: why the config is none; then the others are defaults. running: an agent is here, with its addresses.
         answer: of ``ping``ing the peer, its error, or None where no peer was named.
     """
 
@@ -83,10 +89,25 @@ class Machine:
     directory: str = field(default_factory=tempfile.gettempdir)
     need_bytes: int = 128 << 20
     transports: tuple[str, ...] = ("shm", "tcp")
-    control: tuple[str, ...] = ()
+    addresses: tuple[str, ...] = ()
+    socket: str = ""
     keys: str = ""
     tls: Any = None
+    insecure: bool = False
+    refused: MisuseError | None = None
+    running: bool = False
     answer: Mapping[str, Any] | PdxferError | None = None
+
+    @classmethod
+    def of(cls, config: DaemonConfig, **more: Any) -> Machine:
+        """This machine, for a daemon with this config."""
+        agent = config.agent
+        schemes = _installed() if agent.transports == ("auto",) else agent.transports
+        return cls(
+            transports=schemes, addresses=(*agent.control, *agent.listen.values()), tls=agent.tls,
+            socket=config.socket, keys=agent.ticket_keys, insecure=agent.insecure,
+            need_bytes=agent.arena_bytes * len(schemes), **more,
+        )  # fmt: skip
 
     def read(self, path: str) -> str:
         """A small file's text, "" when it is not there."""
@@ -110,6 +131,44 @@ class Machine:
         base = "sys/bus/pci/devices"
         found = [f"{base}/{d}" for d in self.names(base) if self.read(f"{base}/{d}/class").startswith(kind)]
         return [path for path in found if not vendor or self.read(f"{path}/vendor") == vendor]
+
+
+def _installed() -> tuple[str, ...]:
+    """What ``auto`` takes without ``transport_options``."""
+    from pdxfer.transport import create_transport, known_schemes
+
+    found = []
+    for scheme in sorted({*known_schemes()} - {"memory", "gloo", "nccl"}):
+        with suppress(PdxferError), create_transport(scheme):
+            found.append(scheme)
+    return tuple(found)
+
+
+def _config(m: Machine) -> Finding:
+    if m.refused is not None:
+        return Finding("fail", m.refused.message, m.refused.hint or "pdxfer config show --origin; correct that value")
+    return Finding("ok", "what pdxfer agent would take")
+
+
+def _socket(m: Machine) -> Finding:
+    from pdxfer.agent.frames import check_private
+
+    if not m.socket:
+        return Finding("skip", "no socket is set")
+    directory = os.path.dirname(m.socket)
+    above = directory
+    while not os.path.isdir(above):
+        above = os.path.dirname(above)
+    if above != directory and not os.access(above, os.W_OK | os.X_OK):
+        return Finding("fail", f"{directory} can't be made: {above} can't be written",
+                       "make it as the agent's user with mode 0700, or set socket elsewhere")  # fmt: skip
+    try:
+        check_private(directory)
+    except FileNotFoundError:
+        return Finding("ok", f"{directory} will be made")
+    except MisuseError as error:
+        return Finding("fail", error.message, error.hint)
+    return Finding("ok", f"{directory} is this user's alone")
 
 
 def _packages(m: Machine) -> Finding:
@@ -253,7 +312,7 @@ def _directory(m: Machine) -> Finding:
 def _bind(m: Machine) -> Finding:
     from pdxfer.control.endpoint import Endpoint
 
-    for address in m.control:
+    for address in m.addresses:
         try:
             endpoint = Endpoint.parse(address)
             if endpoint.path:
@@ -265,12 +324,15 @@ def _bind(m: Machine) -> Finding:
         except MisuseError as error:
             return Finding("fail", error.message, error.hint)
         except OSError as error:
-            return Finding("fail", f"{address}: {error.strerror}", "another process has the port, or no such interface")
+            if not (m.running and error.errno == errno.EADDRINUSE):
+                fix = "another process has the port, or no such interface"
+                return Finding("fail", f"{address}: {error.strerror}", fix)
         local = str(where[0]).startswith("127.") or where[0] == "::1"
         if not local and m.tls is None:
-            return Finding("fail", f"{address} is open to other hosts, and nobody is authenticated",
+            return Finding("warn" if m.insecure else "fail",
+                           f"{address} is open to other hosts, and nobody is authenticated",
                            "set tls (ca, cert, key, peers), or bind to 127.0.0.1")  # fmt: skip
-    return Finding("ok", ", ".join(m.control) or "private Unix sockets only")
+    return Finding("ok", ", ".join(m.addresses) or "private Unix sockets only")
 
 
 def _keys(m: Machine) -> Finding:
@@ -426,10 +488,11 @@ def _layout(m: Machine) -> Finding:
 
 #: group -> name -> check, in the order of the report.
 CHECKS: dict[str, dict[str, Callable[[Machine], Finding]]] = {
+    "config": {"values": _config},
     "versions": {"packages": _packages, "kernel": _kernel, "connector": _connector},
     "planes": {"loops": _loops, "ptrace": _ptrace},
     "limits": {"memlock": _memlock, "nofile": _nofile, "shm": _shm, "cgroup": _cgroup, "huge-pages": _huge_pages},
-    "sockets": {"directory": _directory, "bind": _bind},
+    "sockets": {"directory": _directory, "engines": _socket, "bind": _bind},
     "secrets": {"keys": _keys, "certificates": _certificates},
     "network": {"clock": _clock, "mtu": _mtu, "rdma": _rdma, "roce": _roce, "variables": _variables},
     "devices": {"affinity": _affinity, "gpudirect": _gpudirect},

@@ -80,6 +80,7 @@ def _table(title: str, *names: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1))
     for name in names:
         numeric = name in (
+            "our rank",
             "offered",
             "fetching",
             "done",
@@ -116,15 +117,15 @@ def _ranks(now: dict[str, Any]) -> Table:
 
 
 def _peers(now: dict[str, Any], before: dict[str, Any]) -> Table:
-    table = _table("peers", "worker", "up", "done", "failed", "bytes", "rate", "last failure")
+    table = _table("peers", "worker", "our rank", "up", "done", "failed", "bytes", "rate", "last failure")
     past = {(p["of_rank"], p["worker"]): p.get("nbytes", 0) for p in before["peers"]}
     for p in now["peers"]:
         nbytes = p.get("nbytes", 0)
         gained = nbytes - past.get((p["of_rank"], p["worker"]), 0)
         rate = gained / max(1e-3, now["at"] - before["at"])
         up = "yes" if p.get("up", True) else "NO"
-        cells = (p["worker"], up, p.get("completed", 0), p.get("failed", 0), human_bytes(nbytes),
-                 f"{human_bytes(rate)}/s", p.get("last_failure", "").partition("\n")[0][:60])  # fmt: skip
+        cells = (p["worker"], p["of_rank"], up, p.get("completed", 0), p.get("failed", 0), human_bytes(nbytes),
+                 f"{human_bytes(rate)}/s", _short(p.get("last_failure", "")))  # fmt: skip
         table.add_row(*map(_safe, cells), style="red" if up == "NO" else "")
     return table
 
@@ -133,10 +134,15 @@ def _transfers(now: dict[str, Any]) -> Table:
     table = _table("transfers", "transfer", "role", "peer", "outcome", "took", "bytes", "over", "reason")
     colours = {"completed": "green", "live": "cyan", "failed": "red"}
     for t in now["recent"]:
-        cells = (t["transfer"], t["role"], t["peer"], t["outcome"], f"{t['elapsed_s'] * 1e3:.1f} ms",
+        cells = (t["transfer"], f"{t['role']} {t['rank']}", t["peer"], t["outcome"], f"{t['elapsed_s'] * 1e3:.1f} ms",
                  human_bytes(t["bytes"]), t["transport"], t.get("failure", {}).get("reason", ""))  # fmt: skip
         table.add_row(*map(_safe, cells), style=colours.get(t["outcome"], "yellow"))
     return table
+
+
+def _short(text: str, chars: int = 60) -> str:
+    line = text.partition("\n")[0]
+    return line if len(line) <= chars else f"{line[: chars - 1]}…"
 
 
 def _safe(cell: object) -> str:

@@ -64,8 +64,8 @@ def render(observer: Observer) -> str:
             (a["worker"], f"{a['rank']} of {a['ranks']}", a["model"], a["layout"][:12], a["leases"], a["fetches"],
              ", ".join(f"{n} {state}" for state, n in sorted(a["slots"].items()) if n))
             for a in status["agents"]), "No engine is attached."),
-        _table("Peers", ("worker", "up", "completed", "failed", "bytes", "layout", "last failure"), (
-            (p["worker"], "yes" if p.get("up", True) else "NO", p.get("completed", 0), p.get("failed", 0),
+        _table("Peers", ("worker", "our rank", "up", "completed", "failed", "bytes", "layout", "last failure"), (
+            (p["worker"], p["of_rank"], "yes" if p.get("up", True) else "NO", p.get("completed", 0), p.get("failed", 0),
              _bytes(p.get("nbytes", 0)), p.get("layout", "")[:12],
              p.get("last_failure", "")) for p in status["peers"]), "No other worker has been met."),
         _table("Live transfers", _HEAD, map(_row, live[:_ROWS]), "Nothing is underway."),
@@ -85,7 +85,8 @@ _HEAD = ("began", "transfer", "role", "peer", "outcome", "took", "bytes", "over"
 
 def _row(t: Timeline) -> Sequence[object]:
     stage = " ".join(t.marks[-1][1:] if t.marks else ("begun",))
-    return (_ago(t.began_at) + " ago", t.transfer, t.role, t.peer, t.outcome or "live", f"{t.elapsed_s * 1e3:.1f} ms",
+    who, took = f"{t.role} {t.rank}", _took(t.elapsed_s)
+    return (_ago(t.began_at) + " ago", t.transfer, who, t.peer, t.outcome or "live", took,
             _bytes(t.moved()[0]), t.transport, stage)  # fmt: skip
 
 
@@ -94,7 +95,8 @@ def _failure(t: Timeline) -> Sequence[object]:
     ended = _ago(t.began_at + t.elapsed_s) + " ago"
     if failure is None:
         return ended, t.transfer, t.peer, t.outcome, t.error, "see the other worker's page"
-    what = f"{failure['blame']}: {failure['component']} {failure['in']}. {failure['message']}"
+    component = f", component {failure['component']}" if failure["component"] else ""
+    what = f"{failure['blame']}{component}; in: {failure['in']}. {failure['message']}"
     return ended, t.transfer, t.peer, failure["reason"], what, failure["remedy"]
 
 
@@ -114,6 +116,10 @@ def _cell(cell: object) -> str:
 def _bytes(nbytes: float) -> str:
     power = next((p for p in (3, 2, 1) if nbytes >= 1000**p), 0)
     return f"{nbytes / 1000**power:.{1 if power else 0}f} {('B', 'kB', 'MB', 'GB')[power]}"
+
+
+def _took(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.1f} s"
 
 
 def _ago(at: float) -> str:

@@ -207,6 +207,16 @@ def test_verification_after_the_runs_sees_a_byte_of_the_targets_memory() -> None
             target.answer("dance")
 
 
+def test_a_sidecar_is_measured_in_turn_with_none_and_compared() -> None:
+    ways = (Way(), Way(sidecar=True))
+    options = Options(case=case("fragments-4KiB", tokens=32), ways=ways, runs=2, engines=False)
+    _, embedded, sidecar = bench_handoff(options, lambda _: None, Clock(100))["rows"]
+    assert (embedded["sidecar"], sidecar["sidecar"]) == (False, True)
+    assert embedded["verified_bytes"] == sidecar["verified_bytes"] == 2 * 20 * 4096
+    assert (sidecar["sidecar_ratio"] > 1) == (sidecar["sidecar_added_ms"] > 0)
+    assert "sidecar_ratio" not in embedded
+
+
 def test_time_and_memory_have_an_end() -> None:
     argv = ["handoff", "--layers", "4", "--tokens", "20", "--max-time", "1", "--runs", "10000"]
     done = CliRunner().invoke(bench, argv, standalone_mode=False)
@@ -214,7 +224,7 @@ def test_time_and_memory_have_an_end() -> None:
     with pytest.raises(ExhaustedError, match="GiB") as caught:
         bench_handoff(Options(case=case(tokens=1 << 24)), lambda _: None, Clock(60))
     assert "--tokens" in caught.value.hint
-    with pytest.raises(MisuseError, match="differ in mode and digests only"):
+    with pytest.raises(MisuseError, match="differ in mode, digests and sidecar only"):
         Options(case=case(), ways=(Way(), Way(transport="tcp")))
 
 

@@ -44,18 +44,29 @@ class Attached(threading.Thread):
         self._rank = 0
         self._agent: Agent | None = None
         self._regions: list[tuple[int, int, str]] = []
+        self._answering = False
+        self._offers: set[str] = set()
         self._fetches: dict[int, Fetch] = {}
         self._received: dict[int, Received] = {}
         self._unsettled: dict[int, Fetch] = {}
         self._fences: dict[str, tuple[threading.Event, list[str]]] = {}
         self._gone = threading.Event()
 
+    def underway(self) -> int:
+        """Offers and fetches whose end the engine has not been told, and a request that may become one: with less, a
+        drain would cut off its last word.
+        """
+        asked = self._answering and self._agent is not None
+        return len(self._offers) + len(self._fetches) + asked
+
     def run(self) -> None:
         """Serve it until it is gone, then end all that it held."""
         try:
             while not self._gone.is_set():
                 if (frame := self.pipe.receive(_TICK_S)) is not None:
+                    self._answering = True
                     self._answer(*frame)
+                    self._answering = False
                 self._tell_settled()
         except PeerError as error:
             _log.log(logging.INFO if error.reason == "SIDECAR_LOST" else logging.ERROR, "an engine is gone: %s", error)
@@ -70,7 +81,7 @@ class Attached(threading.Thread):
         self._close_regions()
         if agent is not None:
             agent.close()
-            self._fetches, self._received, self._unsettled = {}, {}, {}
+            self._offers, self._fetches, self._received, self._unsettled = set(), {}, {}, {}
             _log.info("rank %d is detached", self._rank)
         self.pipe.close()  # the engine may use its pages from here on
         self._owner.forget(self)
@@ -166,7 +177,14 @@ class Attached(threading.Thread):
     def do_offer(self, transfer: str, tables: Mapping[str, Any], fence: bool, **facts: Any) -> str:
         """See ``Agent.offer``."""
         wait = partial(self._fence, transfer) if fence else None
-        return self.agent.offer(transfer, tables, fence=wait, on_end=self._on_end, **facts).encode()
+        known = transfer in self._offers  # then it is refused, and the other one goes on
+        self._offers.add(transfer)
+        try:
+            return self.agent.offer(transfer, tables, fence=wait, on_end=self._on_end, **facts).encode()
+        except BaseException:
+            if not known:
+                self._offers.discard(transfer)
+            raise
 
     def do_withdraw(self, transfer: str) -> None:
         """See ``Agent.withdraw``."""
@@ -259,6 +277,7 @@ class Attached(threading.Thread):
 
     def _on_end(self, transfer: str, outcome: str) -> None:
         self._say("ended", transfer=transfer, outcome=outcome)
+        self._offers.discard(transfer)
 
     def _fence(self, transfer: str) -> None:
         """In a peer's call: let the engine wait for its device."""
@@ -273,7 +292,11 @@ class Attached(threading.Thread):
             del self._fences[transfer]
 
     def _fetched(self, number: int) -> None:
-        fetch = self._fetches.pop(number)
+        if (fetch := self._fetches.get(number)) is not None:  # else the engine is gone
+            self._tell_fetched(number, fetch)
+            self._fetches.pop(number, None)
+
+    def _tell_fetched(self, number: int, fetch: Fetch) -> None:
         try:
             received = self._received[number] = fetch.wait()
         except Exception as error:  # noqa: BLE001 - whatever it is, the engine must hear of it

@@ -58,11 +58,17 @@ def create_agent(config: AgentConfig, sidecar: str = "") -> Agent | SidecarAgent
 
 @dataclass(slots=True, kw_only=True)
 class _Offered:
-    """An offer; ``lock`` is held while its fence (and copy) runs, which it may not once the offer has ended."""
+    """An offer; ``lock`` is held while its fence (and copy) runs, which it may not once the offer has ended.
+
+    ``answered``: the sidecar has sealed it. An end that comes sooner waits in ``early`` for the answer; when an error
+    comes in its place, that error is all that the engine hears.
+    """
 
     fence: Callable[[], None] | None
     on_end: OnEnd | None
     ended: bool = False
+    answered: bool = False
+    early: str = ""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def end(self) -> None:
@@ -263,6 +269,10 @@ class SidecarAgent:
                 offered.end()
                 self.tell("withdraw", transfer=transfer)
             raise
+        with self._lock:
+            offered.answered = True
+        if offered.early:
+            self._jobs.put(partial(self._ended, offered, transfer, offered.early))
         return Ticket.decode(text)
 
     def withdraw(self, transfer: str) -> None:
@@ -333,6 +343,10 @@ class SidecarAgent:
             with self._lock:
                 self._fetches.pop(number, None)
             raise
+        with self._lock:
+            fetch.begun, over = True, fetch.done
+        if over and on_done is not None:
+            self._jobs.put(on_done)
         return fetch
 
     def fetch(
@@ -415,7 +429,14 @@ class SidecarAgent:
         with self._lock:
             offered = self._offers.pop(transfer, None)
         if offered is not None:
-            self._jobs.put(partial(self._ended, offered, transfer, outcome))
+            self._note_end(offered, transfer, outcome)
+
+    def _note_end(self, offered: _Offered, transfer: str, outcome: str) -> None:
+        with self._lock:
+            if not offered.answered:
+                offered.early = outcome
+                return
+        self._jobs.put(partial(self._ended, offered, transfer, outcome))
 
     def _ended(self, offered: _Offered, transfer: str, outcome: str) -> None:
         offered.end()
@@ -478,8 +499,10 @@ class SidecarAgent:
             with self._lock:
                 self._fetches.pop(number, None)
         fetch, on_done = found
-        fetch.finish(result, settled=settled)
-        if on_done is not None:
+        with self._lock:
+            fetch.finish(result, settled=settled)
+            begun = fetch.begun  # else whoever begins it sees that it has ended, or raises and nothing is called
+        if begun and on_done is not None:
             self._jobs.put(on_done)
         self._calm()
 
@@ -520,10 +543,10 @@ class SidecarAgent:
         if not self._closing.is_set():
             _log.error("the sidecar at %s is gone (%s): %d offers and %d fetches are lost",
                        self.path, error, len(offers), len(fetches))  # fmt: skip
+        for transfer, offered in offers.items():
+            self._note_end(offered, transfer, "lost: the sidecar is gone")
         for answer in answers.values():
             answer.put((False, _lost(self.path)))
-        for transfer, offered in offers.items():
-            self._jobs.put(partial(self._ended, offered, transfer, "lost: the sidecar is gone"))
         for number, found in fetches.items():
             if found[0].done:
                 found[0].settled()

@@ -151,10 +151,10 @@ class Daemon:
             agent.undrain()
 
     def underway(self) -> int:
-        """Live leases and running fetches of all ranks."""
+        """Offers and fetches whose end their engine has not been told."""
         with self._changed:
-            agents = list(self.agents.values())
-        return sum(agent.underway() for agent in agents)
+            engines = list(self._engines)
+        return sum(engine.underway() for engine in engines)
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Wait until nothing is underway; False when something still is."""

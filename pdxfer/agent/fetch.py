@@ -43,7 +43,7 @@ from pdxfer.errors import (
     TransportError,
 )
 from pdxfer.messages import Abort, Complete, Mode, Open, Opened, Renew
-from pdxfer.packing import EdgeProgram, RequestShape
+from pdxfer.packing import EdgeProgram, RequestShape, Side
 from pdxfer.plan import Edge, Plan, make_plan
 from pdxfer.spec import request_bytes
 from pdxfer.ticket import Ticket
@@ -105,10 +105,10 @@ class Fetch:
         self.shape = RequestShape(
             kv_tokens=ticket.kv_tokens, first_token=min(first_token, ticket.kv_tokens), state_tokens=ticket.state_tokens
         )
-        self.side = agent.memory.side(tables)
-        self.side.check(agent.memory.layout.spec, self.shape, exclusive=True)
+        self._side: Side | None = (side := agent.memory.side(tables))  # while it runs: it maps the engine's memory
+        side.check(agent.memory.layout.spec, self.shape, exclusive=True)
         self.ledger = agent.memory.ledger
-        self.hold: Hold = self.ledger.open(ticket.transfer, agent.memory.units(self.side), TARGET)
+        self.hold: Hold = self.ledger.open(ticket.transfer, agent.memory.units(side), TARGET)
         epochs = [part.epoch for part in ticket.ranks]
         begin = agent.journal.begin
         self.timeline = begin("target", ticket.transfer, peer=ticket.worker, trace=ticket.trace, epochs=epochs)
@@ -130,6 +130,13 @@ class Fetch:
         self._on_done = on_done
         name = f"pdxfer-{self.agent.config.rank}-fetch"
         threading.Thread(target=self.run, name=name, daemon=True).start()
+
+    @property
+    def side(self) -> Side:
+        """Our memory with the request's pages; raises AbortedError once it has ended."""
+        if self._side is None:
+            raise AbortedError(f"{self.ticket.transfer}: the fetch has ended")
+        return self._side
 
     @property
     def state(self) -> State:
@@ -195,6 +202,7 @@ class Fetch:
             if not isinstance(error, Exception):
                 raise
         finally:
+            self._side = None
             self._done.set()
             if self._on_done is not None:
                 self._on_done()

@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -138,7 +139,7 @@ def link(transports: str, op_type: str, listen: str, peer: str, max_time: float,
 @click.option("--engines/--no-engines", default=True, show_default=True, help="NIXL and Mooncake on the same bytes.")
 @click.option("--memory", type=click.Choice(["shared", "own"]), default="shared", show_default=True,
               help="Of the source's caches: mappable by peers, or an engine's own.")  # fmt: skip
-@click.option("--sidecar", is_flag=True, help="Agents in a daemon beside each process, not in it.")
+@click.option("--sidecar", is_flag=True, help="In turn with agents in a daemon beside each process: what that costs.")
 @click.option("--chunk", default="8MiB", show_default=True, metavar="SIZE", help="Upper bound of one message.")
 @_choices(
     _count("--runs", 9, "Timed hand-offs."),
@@ -189,10 +190,11 @@ def _handoff_options(
 
     spec = load_spec(model, page_tokens=case["page_tokens"], layers=layers)
     way = Way(transport=transport, mode=mode, digests=digest, chunk_bytes=parse_bytes(chunk), threads=threads,
-              memory=memory, insecure=insecure, sidecar=sidecar)  # fmt: skip
+              memory=memory, insecure=insecure)  # fmt: skip
+    ways = (way, replace(way, sidecar=True)) if sidecar else (way,)
     facts = {"model": model, "layers": spec.num_layers}
     return Options(
-        case=Case(spec=spec, **case), facts=facts, ways=(way,), runs=runs, warmup=warmup, threads=threads,
+        case=Case(spec=spec, **case), facts=facts, ways=ways, runs=runs, warmup=warmup, threads=threads,
         processes=processes, engines=engines, verify=verify, peer=peer,
     )  # fmt: skip
 

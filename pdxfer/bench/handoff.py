@@ -17,7 +17,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from pdxfer.bench import ranks
@@ -42,7 +42,8 @@ class Options:
 
     Attributes:
         label: of the case, for the tables. facts: what else identifies it there (model, layers).
-        ways: measured in turn; all of one transport, since they share the agents.
+        ways: measured in turn; all of one transport. Those with and without a sidecar have agents of their own, the
+            others share them.
         threads: of the ceiling; 0 is one per edge, at most one per core.
         processes: one for each rank, one for each worker, or this one for all.
         engines: whether others move the same bytes, too, where the ceiling is host memory.
@@ -65,7 +66,7 @@ class Options:
         if self.runs < 1 or self.warmup < 1 or self.threads < 0 or not self.ways:
             raise MisuseError(f"at least one run, one warm-up (the pages' first touch) and one way: {self.ways}")
         if len({(way.transport, way.chunk_bytes, way.threads) for way in self.ways}) > 1:
-            raise MisuseError("ways that are measured in turn differ in mode and digests only")
+            raise MisuseError("ways that are measured in turn differ in mode, digests and sidecar only")
 
 
 # -- both workers --------------------------------------------------------------------------------
@@ -76,6 +77,10 @@ class _Outcome:
     offer_s: float
     fetch_s: float
     edges: list[dict[str, Any]]
+
+    @property
+    def total_s(self) -> float:
+        return self.offer_s + self.fetch_s
 
     @property
     def nbytes(self) -> int:
@@ -89,9 +94,8 @@ class _Outcome:
 class _Workers:
     """The agents of both workers. A context manager."""
 
-    def __init__(self, options: Options, clock: Clock) -> None:
+    def __init__(self, options: Options, way: Way, clock: Clock) -> None:
         self.case, self._stack, self._number, self._edges = options.case, ExitStack(), 0, 0
-        way = options.ways[0]
         processes = "one" if way.transport == "memory" else options.processes
         try:
             if options.peer:
@@ -199,9 +203,13 @@ def bench_handoff(options: Options, tick: Tick, clock: Clock) -> dict[str, Any]:
     """
     notes: list[str] = []
     _check_memory(options)
-    with _Workers(options, clock) as workers:
+    with ExitStack() as stack:
+        first_ways = {way.sidecar: way for way in reversed(options.ways)}
+        made = {sidecar: stack.enter_context(_Workers(options, way, clock)) for sidecar, way in first_ways.items()}
+        workers = [made[way.sidecar] for way in options.ways]
         tick(f"{options.label}: warm-up")
-        first, *_ = [workers.once(way) for way in options.ways for _ in range(options.warmup)]
+        ready = zip(options.ways, workers, strict=True)
+        first, *_ = [each.once(way) for way, each in ready for _ in range(options.warmup)]
         transport = "/".join(sorted({edge["transport"] for edge in first.edges if not edge["relay"]}))
         chunk_bytes, threads = options.ways[0].chunk_bytes, _threads(options, first)
         with Ceiling(options.case, transport, chunk_bytes=chunk_bytes, threads=threads, clock=clock) as ceiling:
@@ -211,17 +219,18 @@ def bench_handoff(options: Options, tick: Tick, clock: Clock) -> dict[str, Any]:
             if options.verify:
                 tick(f"{options.label}: verify")
                 ceiling.check()
-                verified = sum(workers.check(way) for way in options.ways)
+                verified = sum(each.check(way) for way, each in zip(options.ways, workers, strict=True))
             host_memory, name, logical = not ceiling.by_hand, ceiling.name, int(ceiling.facts["runs"])
             threads = int(ceiling.facts["threads"])
-        facts = {**workers.facts(), "verified_bytes": verified}
+        facts = [{**each.facts(), "verified_bytes": verified} for each in workers]
     base = _identity(options, transport)
     ceilings = [seconds for turn in rounds for seconds, _ in turn]
     nbytes = first.nbytes
     more = {"ceiling_threads": threads, "descriptors_logical": logical}
     rows = [{**base, **_row(name, "ceiling", ceilings, ceilings, nbytes), **more}]
-    for way, found in zip(options.ways, zip(*rounds, strict=True), strict=True):
-        rows.append({**base, **_handoff_row(way, found, logical), **facts})
+    for way, fact, found in zip(options.ways, facts, zip(*rounds, strict=True), strict=True):
+        rows.append({**base, **_handoff_row(way, found, logical), **fact})
+    _compare_sidecar(options.ways, rows[1:], rounds)
     if options.engines and host_memory:
         rows += [{**base, **row} for row in _engine_rows(options, ceilings, nbytes, tick, clock, notes)]
     return {"what": _title(options, transport), "rows": rows, "edges": _plain_edges(first), "notes": notes}
@@ -233,13 +242,14 @@ def _check_memory(options: Options) -> None:
     caches = sum(r.nbytes for end in ends for rank in options.case.layout(end).ranks for r in rank.regions)
     with open("/proc/meminfo", encoding="ascii") as file:
         free = next(int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable"))
-    if 2 * caches > 0.9 * free:
-        what = f"{options.label} needs {2 * caches / 2**30:.1f} GiB, this machine has {free / 2**30:.1f} free"
+    times = 1 + len({way.sidecar for way in options.ways})
+    if times * caches > 0.9 * free:
+        what = f"{options.label} needs {times * caches / 2**30:.1f} GiB, this machine has {free / 2**30:.1f} free"
         raise ExhaustedError(what, hint="fewer --layers, --tokens or --concurrency")
 
 
 def _rounds(
-    options: Options, workers: _Workers, ceiling: Ceiling, tick: Tick, clock: Clock, notes: list[str]
+    options: Options, workers: Sequence[_Workers], ceiling: Ceiling, tick: Tick, clock: Clock, notes: list[str]
 ) -> list[list[tuple[float, _Outcome]]]:
     """Run after run, each way with the ceiling right before it; ends early when the time would not do."""
     found: list[list[tuple[float, _Outcome]]] = []
@@ -251,9 +261,9 @@ def _rounds(
             break
         before_s = left_s
         turn = []
-        for way in options.ways:
+        for way, each in zip(options.ways, workers, strict=True):
             tick(f"{options.label}: {number + 1} of {options.runs}")
-            turn.append((ceiling.run(), workers.once(way)))
+            turn.append((ceiling.run(), each.once(way)))
         found.append(turn)
     return found
 
@@ -302,7 +312,7 @@ def _row(name: str, kind: str, seconds: Sequence[float], ceilings: Sequence[floa
 
 def _handoff_row(way: Way, found: Sequence[tuple[float, _Outcome]], logical: int) -> dict[str, Any]:
     outcomes, ceilings = [outcome for _, outcome in found], [seconds for seconds, _ in found]
-    total = [o.offer_s + o.fetch_s for o in outcomes]
+    total = [o.total_s for o in outcomes]
     one = outcomes[-1]
     network = [edge for edge in one.edges if not edge["relay"]]
     stages: dict[str, list[float]] = {}
@@ -315,11 +325,13 @@ def _handoff_row(way: Way, found: Sequence[tuple[float, _Outcome]], logical: int
     mode = "/".join(sorted({edge["mode"] for edge in network}))
     if len({(o.nbytes, o.wire_bytes) for o in outcomes}) > 1:
         raise InternalError("two hand-offs of one case moved different numbers of bytes")
+    name = f"pdxfer {mode}, {'digests' if way.digests else 'no digests'}{', sidecar' if way.sidecar else ''}"
     return {
-        **_row(f"pdxfer {mode}, {'digests' if way.digests else 'no digests'}", "pdxfer", total, ceilings, one.nbytes),
+        **_row(name, "pdxfer", total, ceilings, one.nbytes),
         "mode": mode,
         "digests": way.digests,
         "memory": way.memory,
+        "sidecar": way.sidecar,
         "offer_p50_ms": 1e3 * quantile([o.offer_s for o in outcomes], 0.5),
         "fetch_p50_ms": 1e3 * quantile([o.fetch_s for o in outcomes], 0.5),
         "added_p50_ms": 1e3 * quantile([t - c for t, c in zip(total, ceilings, strict=True)], 0.5),
@@ -329,6 +341,19 @@ def _handoff_row(way: Way, found: Sequence[tuple[float, _Outcome]], logical: int
         "bytes_wire": one.wire_bytes,
         "dedup_ratio": one.nbytes / one.wire_bytes if one.wire_bytes else 1.0,
     }
+
+
+def _compare_sidecar(
+    ways: Sequence[Way], rows: Sequence[dict[str, Any]], rounds: Sequence[Sequence[tuple[float, _Outcome]]]
+) -> None:
+    """Add to a sidecar's row what it costs over the same way embedded: medians over runs, each with its neighbour."""
+    for number, way in enumerate(ways):
+        other = replace(way, sidecar=False)
+        if not way.sidecar or other not in ways:
+            continue
+        pairs = [(turn[number][1].total_s, turn[ways.index(other)][1].total_s) for turn in rounds]
+        rows[number]["sidecar_ratio"] = quantile([here / there for here, there in pairs], 0.5)
+        rows[number]["sidecar_added_ms"] = 1e3 * quantile([here - there for here, there in pairs], 0.5)
 
 
 def _plain_edges(outcome: _Outcome) -> list[dict[str, Any]]:

@@ -91,6 +91,10 @@ def handoff(console: Console, results: dict[str, Any]) -> None:
                 " / ".join(f"{row[name]:.2f}" for name in stages) if "plan_ms" in row else "",
             )
         console.print(table)
+        for row in rows:
+            if "sidecar_ratio" in row:
+                cost = f"{row['sidecar_ratio']:.3f} of the time embedded, {row['sidecar_added_ms']:+.2f} ms"
+                console.print(f"{row['row']}: {cost} (medians over runs, each with its neighbour)", markup=False)
     if lines := results.get("lines"):
         table = _table("what is promised", "line", "measured", "target", "")
         marks = {True: "[green]holds[/green]", False: "[red]misses[/red]", None: "[yellow]not here[/yellow]"}

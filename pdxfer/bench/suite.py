@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pdxfer.bench.case import Case, load_spec
@@ -158,6 +158,21 @@ def _small(suite: _Suite) -> None:
     suite.judge(f"{label}: control calls", sealed["calls_per_edge"], 2, "", at_most=True)
 
 
+def _sidecar(suite: _Suite) -> None:
+    """The reference hand-off and the small one, embedded and by sidecar in turn."""
+    both = (_SEALED, replace(_SEALED, sidecar=True))
+    (*_, big), _ = suite.measure(
+        "Qwen3-Next, 32k tokens, TP 4 to 2, sidecar", _QWEN, 32768, prefill_tp=4, decode_tp=2, ways=both
+    )
+    suite.judge("sidecar, Qwen3-Next, TP 4 to 2: time to that embedded", big["sidecar_ratio"], 1.1, "", at_most=True)
+    runs, suite.runs = suite.runs, suite.runs if suite.shrink > 1 else max(50, suite.runs)
+    try:
+        (*_, small), _ = suite.measure("512 tokens, 4 layers, sidecar", _QWEN, 512, layers=4, ways=both)
+    finally:
+        suite.runs = runs
+    suite.judge("sidecar, 512 tokens, 4 layers: added to embedded", small["sidecar_added_ms"], 1, " ms", at_most=True)
+
+
 def _tokens(suite: _Suite) -> None:
     """12 layers of Qwen3-Next (3 KV, 9 states), TP 1 to 1: 128k tokens of them take 4 GiB."""
     points = [suite.measure(f"{n >> 10}k tokens, 12 layers", _QWEN, n, layers=12, growth="tokens")[0][1]
@@ -185,6 +200,7 @@ GROUPS: Mapping[str, Callable[[_Suite], None]] = {
     "planes": _planes,
     "kimi": _kimi,
     "small": _small,
+    "sidecar": _sidecar,
     "tokens": _tokens,
     "concurrency": _concurrency,
 }

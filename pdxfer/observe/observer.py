@@ -168,9 +168,13 @@ class Observer:
 
     def _publish(self) -> None:
         while not self._stop.wait(_PUBLISH_S):
-            problems = self.problems()
-            for agent in self.agents:
-                agent.publish_health(not any(problems.values()), planes=not problems["planes"])
+            self._publish_now()
+
+    def _publish_now(self) -> None:
+        """In a frame of its own, which keeps no agent alive between two looks."""
+        problems = self.problems()
+        for agent in self.agents:
+            agent.publish_health(not any(problems.values()), planes=not problems["planes"])
 
 
 def _counts(agent: Agent) -> Counter[tuple[str, ...]]:

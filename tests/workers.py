@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,9 +26,10 @@ from pdxfer.builders import Parallel, Storage, build_layout
 from pdxfer.errors import PeerError, TransportError
 from pdxfer.layout import Layout
 from pdxfer.spec import Axis, CacheSpec, Component, Growth, Ownership, Rule
+from pdxfer.testing.faults import WrappedChannel, WrappedTransport
 from pdxfer.testing.oracle import Memory, Oracle, random_tables
 from pdxfer.ticket import Ticket
-from pdxfer.transport import Channel, Listener, Message, Region, Sending, Transport
+from pdxfer.transport import Channel, Message, Sending, Transport
 
 __all__ = ["CountingAgent", "Gate", "Rank", "Tap", "Worker", "hybrid_spec", "layouts", "resources", "settle"]
 
@@ -269,7 +271,7 @@ class Tap:
 
     def wrap(self, transport: Transport) -> Transport:
         """Pass to ``Rank(wrap=...)``, or put it into an agent's ``transports`` before it connects."""
-        return _TappedTransport(transport, self)
+        return WrappedTransport(transport, partial(_TappedChannel, self))
 
 
 class Gate(Tap):
@@ -325,66 +327,20 @@ class Gate(Tap):
                 raise TransportError("nobody opened the gate")
 
 
-class _TappedTransport(Transport):
-    def __init__(self, inner: Transport, tap: Tap) -> None:
-        super().__init__()
-        vars(self).update(scheme=inner.scheme, can_export=inner.can_export, same_user=inner.same_user)
-        self._inner, self._tap = inner, tap
-
-    def allocate(self, nbytes: int, name: str = "") -> Region:
-        return self._inner.allocate(nbytes, name)
-
-    def register(self, buffer: Any, name: str = "") -> Region:
-        return self._inner.register(buffer, name)
-
-    def listen(self, address: str = "") -> Listener:
-        return _TappedListener(self._inner.listen(address), self._tap)
-
-    def connect(self, address: str, *, timeout_s: float) -> Channel:
-        return _TappedChannel(self._inner.connect(address, timeout_s=timeout_s), self._tap)
-
-    def close(self) -> None:
-        self._inner.close()
-
-
-class _TappedListener(Listener):
-    def __init__(self, inner: Listener, tap: Tap) -> None:
-        self._inner, self._tap = inner, tap
-
-    @property
-    def contact_address(self) -> str:
-        return self._inner.contact_address
-
-    def accept(self, timeout_s: float) -> Channel:
-        return _TappedChannel(self._inner.accept(timeout_s), self._tap)
-
-    def close(self) -> None:
-        self._inner.close()
-
-
-class _TappedChannel(Channel):
-    def __init__(self, inner: Channel, tap: Tap) -> None:
-        self._inner, self._tap = inner, tap
+class _TappedChannel(WrappedChannel):
+    def __init__(self, tap: Tap, inner: Channel) -> None:
+        super().__init__(inner)
+        self._tap = tap
         self._waiting: list[Message] = []
-
-    @property
-    def closed(self) -> bool:
-        return self._inner.closed
 
     def send_all(self, header: bytes, payload: memoryview | None = None, *, timeout_s: float) -> Sending:
         self._tap.sending(header)
-        return self._inner.send_all(header, payload, timeout_s=timeout_s)
+        return super().send_all(header, payload, timeout_s=timeout_s)
 
     def receive(self, *, timeout_s: float) -> Message:
         while not self._waiting:
-            self._waiting = self._tap.received(self._inner.receive(timeout_s=timeout_s))
+            self._waiting = self._tap.received(super().receive(timeout_s=timeout_s))
         return self._waiting.pop(0)
-
-    def export_region(self, region: Region, header: bytes, *, timeout_s: float) -> None:
-        self._inner.export_region(region, header, timeout_s=timeout_s)
-
-    def close(self) -> None:
-        self._inner.close()
 
 
 # ---------------------------------------------------------------- what a process holds

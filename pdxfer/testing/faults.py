@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -25,7 +26,7 @@ from pdxfer.transport.base import Channel, Deadline, Listener, Message, Sending,
 from pdxfer.transport.regions import Region, RemoteRegion
 from pdxfer.transport.runs import Runs, byte_view
 
-__all__ = ["Fault", "FaultPlan", "FaultyTransport"]
+__all__ = ["Fault", "FaultPlan", "FaultyTransport", "WrappedChannel", "WrappedRegion", "WrappedTransport"]
 
 Kind = Literal["delay", "drop", "truncate", "corrupt", "swap", "zero", "disconnect"]
 Place = Literal["message", "payload", "read"]
@@ -79,7 +80,87 @@ class FaultPlan:
         return cls(faults=tuple(made), seed=seed)
 
 
-class FaultyTransport(Transport):
+class WrappedTransport(Transport):
+    """Does all that ``inner`` does and closes it; every channel goes through ``wrap``."""
+
+    def __init__(self, inner: Transport, wrap: Callable[[Channel], Channel]) -> None:
+        super().__init__()
+        vars(self).update(scheme=inner.scheme, can_export=inner.can_export, same_user=inner.same_user)
+        self.inner, self._wrap = inner, wrap
+
+    def listen(self, address: str = "") -> Listener:
+        return _WrappedListener(self.inner.listen(address), self._wrap)
+
+    def connect(self, address: str, *, timeout_s: float) -> Channel:
+        return self._wrap(self.inner.connect(address, timeout_s=timeout_s))
+
+    def allocate(self, nbytes: int, name: str = "") -> Region:
+        return self.inner.allocate(nbytes, name)
+
+    def register(self, buffer: Any, name: str = "") -> Region:
+        return self.inner.register(buffer, name)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+class _WrappedListener(Listener):
+    def __init__(self, inner: Listener, wrap: Callable[[Channel], Channel]) -> None:
+        self._inner, self._wrap = inner, wrap
+
+    @property
+    def contact_address(self) -> str:
+        return self._inner.contact_address
+
+    def accept(self, timeout_s: float) -> Channel:
+        return self._wrap(self._inner.accept(timeout_s))
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class WrappedChannel(Channel):
+    """Does all that ``inner`` does."""
+
+    def __init__(self, inner: Channel) -> None:
+        self.inner = inner
+
+    @property
+    def closed(self) -> bool:
+        return self.inner.closed
+
+    def send_all(self, header: bytes, payload: memoryview | None = None, *, timeout_s: float) -> Sending:
+        return self.inner.send_all(header, payload, timeout_s=timeout_s)
+
+    def receive(self, *, timeout_s: float) -> Message:
+        return self.inner.receive(timeout_s=timeout_s)
+
+    def export_region(self, region: Region, header: bytes, *, timeout_s: float) -> None:
+        self.inner.export_region(region, header, timeout_s=timeout_s)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+class WrappedRegion(RemoteRegion):
+    """A region that is only ever read, never mapped, so that every access can be hit."""
+
+    def __init__(self, inner: RemoteRegion) -> None:
+        super().__init__(inner.descriptor)
+        self.inner = inner
+
+    @property
+    def view(self) -> None:
+        return None
+
+    def read_runs(self, target: memoryview, target_offsets: Runs, source_offsets: Runs, lengths: Runs) -> int:
+        return self.inner.read_runs(target, target_offsets, source_offsets, lengths)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+class FaultyTransport(WrappedTransport):
     """See the module. Takes over ``inner``: closing this closes that.
 
     Attributes:
@@ -88,76 +169,31 @@ class FaultyTransport(Transport):
     """
 
     def __init__(self, inner: Transport, plan: FaultPlan) -> None:
-        super().__init__()
-        vars(self).update(scheme=inner.scheme, can_export=inner.can_export, same_user=inner.same_user)
-        self._inner, self.plan = inner, plan
+        super().__init__(inner, partial(_FaultyChannel, self))
+        self.plan = plan
         self.fired: list[Fault] = []
         self.damaged: list[tuple[bytes, int]] = []
 
-    def listen(self, address: str = "") -> Listener:
-        """Listen; accepted channels are faulty."""
-        return _FaultyListener(self, self._inner.listen(address))
 
-    def connect(self, address: str, *, timeout_s: float) -> Channel:
-        """Connect; the channel is faulty."""
-        return _FaultyChannel(self, self._inner.connect(address, timeout_s=timeout_s))
-
-    def allocate(self, nbytes: int, name: str = "") -> Region:
-        """Allocate."""
-        return self._inner.allocate(nbytes, name)
-
-    def register(self, buffer: Any, name: str = "") -> Region:
-        """Register."""
-        return self._inner.register(buffer, name)
-
-    def close(self) -> None:
-        """Close the inner transport."""
-        self._inner.close()
-
-
-class _FaultyListener(Listener):
-    def __init__(self, transport: FaultyTransport, inner: Listener) -> None:
-        self._transport, self._inner = transport, inner
-
-    @property
-    def contact_address(self) -> str:
-        return self._inner.contact_address
-
-    def accept(self, timeout_s: float) -> Channel:
-        return _FaultyChannel(self._transport, self._inner.accept(timeout_s))
-
-    def close(self) -> None:
-        self._inner.close()
-
-
-class _FaultyChannel(Channel):
+class _FaultyChannel(WrappedChannel):
     def __init__(self, transport: FaultyTransport, inner: Channel) -> None:
-        self._transport, self._inner = transport, inner
+        super().__init__(inner)
+        self._transport = transport
         self._counts: dict[Place, int] = {"message": 0, "payload": 0, "read": 0}
         self._random = random.Random(transport.plan.seed)  # noqa: S311 - as above
         self._ended = threading.Event()
 
-    @property
-    def closed(self) -> bool:
-        return self._inner.closed
-
-    def send_all(self, header: bytes, payload: memoryview | None = None, *, timeout_s: float) -> Sending:
-        return self._inner.send_all(header, payload, timeout_s=timeout_s)
-
-    def export_region(self, region: Region, header: bytes, *, timeout_s: float) -> None:
-        self._inner.export_region(region, header, timeout_s=timeout_s)
-
     def close(self) -> None:
         self._ended.set()
-        self._inner.close()
+        super().close()
 
     def receive(self, *, timeout_s: float) -> Message:
         deadline = Deadline(timeout_s)
         while True:
-            message: Message | None = self._inner.receive(timeout_s=deadline.left_s())
+            message: Message | None = super().receive(timeout_s=deadline.left_s())
             assert message is not None
             if message.region is not None:
-                message.region = _FaultyRemoteRegion(self, message.region)
+                message.region = _FaultyRegion(self, message.region)
             for fault in self.due("message") + (self.due("payload") if message.payload.nbytes else []):
                 message = self._hit(message, fault) if message is not None else None
             if message is not None:
@@ -216,26 +252,19 @@ class _FaultyChannel(Channel):
         memory[self._random.randrange(memory.nbytes)] ^= 1 << self._random.randrange(8)
 
 
-class _FaultyRemoteRegion(RemoteRegion):
+class _FaultyRegion(WrappedRegion):
     def __init__(self, channel: _FaultyChannel, inner: RemoteRegion) -> None:
-        super().__init__(inner.descriptor)
-        self._channel, self._inner = channel, inner
-
-    @property
-    def view(self) -> None:
-        """None, so that every access is a read that can be hit."""
+        super().__init__(inner)
+        self._channel = channel
 
     def read_runs(self, target: memoryview, target_offsets: Runs, source_offsets: Runs, lengths: Runs) -> int:
         faults = self._channel.due("read")
         for fault in faults:
             self._channel.stall_or_break(fault)
-        nbytes = self._inner.read_runs(target, target_offsets, source_offsets, lengths)
+        nbytes = super().read_runs(target, target_offsets, source_offsets, lengths)
         for fault in faults:
             if fault.kind == "corrupt" and nbytes:
                 run = int(np.argmax(lengths))
                 start = int(target_offsets[run])
                 self._channel.flip(byte_view(target, "target")[start : start + int(lengths[run])])
         return nbytes
-
-    def close(self) -> None:
-        self._inner.close()

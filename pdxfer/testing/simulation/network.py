@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from pdxfer import wire
@@ -23,10 +24,11 @@ from pdxfer.errors import (
     PeerError,
     TransportError,
 )
+from pdxfer.testing.faults import WrappedChannel, WrappedRegion, WrappedTransport
 from pdxfer.testing.simulation.virtual import Process, World
-from pdxfer.transport.base import Channel, Deadline, Listener, Message, Sending, Transport
+from pdxfer.transport.base import Channel, Deadline, Message, Sending, Transport
 from pdxfer.transport.memory import MemoryTransport
-from pdxfer.transport.regions import Region, RemoteRegion
+from pdxfer.transport.regions import RemoteRegion
 from pdxfer.transport.runs import Runs, byte_view
 
 __all__ = ["CALL_FAULTS", "MESSAGE_FAULTS", "Network"]
@@ -36,15 +38,8 @@ MESSAGE_FAULTS = (
     "drop", "duplicate", "reorder", "delay", "corrupt", "truncate", "zero", "swap", "garble", "slow", "disconnect",
 )  # fmt: skip
 CALL_FAULTS = (
-    "lose_call",
-    "lose_answer",
-    "delay_call",
-    "cut_open",
-    "repeat_open",
-    "cut_call",
-    "cut_answer",
-    "repeat_call",
-)
+    "lose_call", "lose_answer", "delay_call", "cut_open", "repeat_open", "cut_call", "cut_answer", "repeat_call",
+)  # fmt: skip
 _LATENCY_S = 0.0005
 _RETRIES = 3  # of idempotent calls, as the gRPC client is configured
 
@@ -250,74 +245,37 @@ class _Client:
 # -- data channels -------------------------------------------------------------------------------
 
 
-class _Transport(Transport):
+class _Transport(WrappedTransport):
     def __init__(self, network: Network, inner: MemoryTransport) -> None:
-        super().__init__()
-        vars(self).update(scheme=inner.scheme, can_export=inner.can_export)
-        self.network, self.inner = network, inner
-
-    def listen(self, address: str = "") -> Listener:
-        return _Listener(self, self.inner.listen(address))
+        super().__init__(inner, partial(_Channel, network))
+        self.network = network
 
     def connect(self, address: str, *, timeout_s: float) -> Channel:
         if self.network.hit("refuse"):
             raise TransportError("the connection was refused on purpose")
-        return _Channel(self.network, self.inner.connect(address, timeout_s=timeout_s))
-
-    def allocate(self, nbytes: int, name: str = "") -> Region:
-        return self.inner.allocate(nbytes, name)
-
-    def register(self, buffer: Any, name: str = "") -> Region:
-        return self.inner.register(buffer, name)
-
-    def close(self) -> None:
-        self.inner.close()
+        return super().connect(address, timeout_s=timeout_s)
 
 
-class _Listener(Listener):
-    def __init__(self, transport: _Transport, inner: Listener) -> None:
-        self._transport, self._inner = transport, inner
-
-    @property
-    def contact_address(self) -> str:
-        return self._inner.contact_address
-
-    def accept(self, timeout_s: float) -> Channel:
-        return _Channel(self._transport.network, self._inner.accept(timeout_s))
-
-    def close(self) -> None:
-        self._inner.close()
-
-
-class _Channel(Channel):
+class _Channel(WrappedChannel):
     """The reference channel; faults hit what it receives."""
 
     def __init__(self, network: Network, inner: Channel) -> None:
-        self.network, self.inner = network, inner
+        super().__init__(inner)
+        self.network = network
         self._held: list[Message] = []
         self._last = b""
         self._mapped = network.world.random.random() < 0.5
 
-    @property
-    def closed(self) -> bool:
-        return self.inner.closed
-
     def send_all(self, header: bytes, payload: memoryview | None = None, *, timeout_s: float) -> Sending:
         self.network.world.preempt()
-        return self.inner.send_all(header, payload, timeout_s=timeout_s)
-
-    def export_region(self, region: Region, header: bytes, *, timeout_s: float) -> None:
-        self.inner.export_region(region, header, timeout_s=timeout_s)
-
-    def close(self) -> None:
-        self.inner.close()
+        return super().send_all(header, payload, timeout_s=timeout_s)
 
     def receive(self, *, timeout_s: float) -> Message:
         network, world, deadline = self.network, self.network.world, Deadline(timeout_s)
         while True:
             if self._held:
                 return self._held.pop(0)
-            message = self.inner.receive(timeout_s=deadline.left_s())
+            message = super().receive(timeout_s=deadline.left_s())
             if message.region is not None and not self._mapped:
                 message.region = _Remote(self, message.region)
             kind = network.hit(*MESSAGE_FAULTS)
@@ -347,10 +305,9 @@ class _Channel(Channel):
 
     def _next(self) -> Message | None:
         try:
-            message: Message = self.inner.receive(timeout_s=0.01)
+            return super().receive(timeout_s=0.01)
         except PdxferError:
             return None
-        return message
 
     def _damaged(self, message: Message, kind: str) -> Message:
         random, header, payload = self.network.world.random, bytearray(message.header), bytearray(message.payload)
@@ -369,21 +326,17 @@ class _Channel(Channel):
         return Message(bytes(header), memoryview(payload), region=message.region, on_release=message.release)
 
 
-class _Remote(RemoteRegion):
+class _Remote(WrappedRegion):
     """A region that is read, not mapped, as over a network."""
 
     def __init__(self, channel: _Channel, inner: RemoteRegion) -> None:
-        super().__init__(inner.descriptor)
-        self._channel, self._inner = channel, inner
-
-    @property
-    def view(self) -> None:
-        return None
+        super().__init__(inner)
+        self._channel = channel
 
     def read_runs(self, target: memoryview, target_offsets: Runs, source_offsets: Runs, lengths: Runs) -> int:
         network = self._channel.network
         network.world.preempt()
-        nbytes = self._inner.read_runs(target, target_offsets, source_offsets, lengths)
+        nbytes = super().read_runs(target, target_offsets, source_offsets, lengths)
         if nbytes and network.hit("corrupt"):
             random = network.world.random
             run = random.randrange(len(lengths))
@@ -391,9 +344,6 @@ class _Remote(RemoteRegion):
                 at = int(target_offsets[run]) + random.randrange(int(lengths[run]))
                 byte_view(target, "target")[at] ^= 1 << random.randrange(8)
         return nbytes
-
-    def close(self) -> None:
-        self._inner.close()
 
 
 def _copy(message: Message) -> Message:

@@ -8,7 +8,7 @@ import pytest
 
 from pdxfer.errors import InternalError, MisuseError
 from pdxfer.testing import fuzz as fuzzing
-from pdxfer.testing.decoders import DECODERS, Decoder
+from pdxfer.testing.decoders import DECODERS
 from pdxfer.testing.fuzz import fuzz, main, mutations, read_corpus, try_one
 
 every_decoder = pytest.mark.parametrize("name", DECODERS)
@@ -16,7 +16,7 @@ every_decoder = pytest.mark.parametrize("name", DECODERS)
 
 @every_decoder
 def test_seeds_are_read_and_saved_inputs_do_no_harm(name):
-    seeds, saved = DECODERS[name].seeds(), read_corpus(name)
+    (_, seeds), saved = DECODERS[name](), read_corpus(name)
     assert saved
     report = fuzz(name, iter([*seeds, *saved, b"", b"\0", b"\xff"]))
     assert not report.finds
@@ -76,7 +76,7 @@ def _burn(seconds: float) -> None:
 def test_what_decoders_must_not_do_is_found(monkeypatch, capsys, name, why):
     monkeypatch.setattr(fuzzing, "HANG_S", 0.015)
     monkeypatch.setattr(fuzzing, "_WAIT_S", 0.045)
-    bad = {word: Decoder(make=lambda word=word: BAD[word], seeds=list) for word in BAD}
+    bad = {word: lambda word=word: (BAD[word], []) for word in BAD}
     monkeypatch.setattr(fuzzing, "DECODERS", bad)
     (find,) = fuzz(name, iter([b"x"])).finds
     assert why in find.why

@@ -17,7 +17,7 @@ from pdxfer.control.convert import METHODS
 from pdxfer.errors import DeadlineError, MisuseError, PdxferError, PeerError, TicketError
 from pdxfer.messages import Complete, Describe
 from tests.certificates import Authority
-from tests.test_control import EPOCH, SESSION, WAIT_S, Handler
+from tests.test_control import EPOCH, SESSION, WAIT_S, Handler, once_there
 
 PREFILL, DECODE = "spiffe://prod/prefill/0", "spiffe://prod/decode/0"
 
@@ -170,7 +170,7 @@ def test_a_client_follows_a_server_that_came_back_with_another_certificate(autho
     with ControlClient(f"tcp://127.0.0.1:{port}", credentials=Credentials(client_tls)) as client:
         for _ in range(2):
             with ControlServer(Handler(), [f"tcp://127.0.0.1:{port}"], credentials=Credentials(tls)):
-                assert client.complete(complete("w"), WAIT_S, wait_for_ready=True).state == "done"
+                assert once_there(lambda: client.complete(complete("w"), WAIT_S)).state == "done"
             authority.renew(tls, PREFILL, common_name="p")
         authority.renew(tls, "spiffe://prod/prefill/9", common_name="p")  # somebody else took the port
         with (

@@ -228,11 +228,6 @@ def test_reads_can_be_hit():
         assert receiver.closed
 
 
-def test_random_plans_repeat():
-    assert FaultPlan.random(3, among=50, count=5) == FaultPlan.random(3, among=50, count=5)
-    assert FaultPlan.random(3, among=50, count=5) != FaultPlan.random(4, among=50, count=5)
-
-
 @pytest.mark.parametrize(
     "fields",
     [

@@ -94,8 +94,7 @@ class ControlClient:
     Raises:
         MisuseError: not an address, one that may not be called like this, or another user's Unix socket.
 
-    Every call takes ``timeout_s`` (seconds; None: the default) and ``wait_for_ready`` (wait for a peer that is
-    not there yet until the deadline, rather than fail at once), and raises:
+    Every call takes ``timeout_s`` (seconds; None: the default), and raises:
 
     - whatever the peer's handler raised, as the same class;
     - PeerError: nobody answers at this address (reason ``PEER_UNREACHABLE``), the peer stopped
@@ -125,36 +124,34 @@ class ControlClient:
         self._lock = threading.Lock()
         self._link: _Link | None = None
 
-    def describe(
-        self, message: Describe, timeout_s: float | None = None, *, wait_for_ready: bool = False
-    ) -> Description:
+    def describe(self, message: Describe, timeout_s: float | None = None) -> Description:
         """Introduce ourselves and learn who the peer is; repeated once or twice when the path fails."""
-        found = cast("Description", self._call("Describe", message, timeout_s, wait_for_ready))
+        found = cast("Description", self._call("Describe", message, timeout_s))
         if self._link is not None and not self._link.peer.speaks_for(found.worker):
             raise PeerError(f"{self.address} may not say that it is {found.worker!r}", reason="IDENTITY_REJECTED")
         return found
 
-    def open(self, message: Open, timeout_s: float | None = None, *, wait_for_ready: bool = False) -> Opened:
+    def open(self, message: Open, timeout_s: float | None = None) -> Opened:
         """Ask for a share of a transfer; never repeated by us."""
-        return cast("Opened", self._call("Open", message, timeout_s, wait_for_ready))
+        return cast("Opened", self._call("Open", message, timeout_s))
 
-    def complete(self, message: Complete, timeout_s: float | None = None, *, wait_for_ready: bool = False) -> Completed:
+    def complete(self, message: Complete, timeout_s: float | None = None) -> Completed:
         """Say that the bytes are verified and committed; repeated when the path fails."""
-        return cast("Completed", self._call("Complete", message, timeout_s, wait_for_ready))
+        return cast("Completed", self._call("Complete", message, timeout_s))
 
-    def abort(self, message: Abort, timeout_s: float | None = None, *, wait_for_ready: bool = False) -> Completed:
+    def abort(self, message: Abort, timeout_s: float | None = None) -> Completed:
         """Give a transfer up; repeated when the path fails."""
-        return cast("Completed", self._call("Abort", message, timeout_s, wait_for_ready))
+        return cast("Completed", self._call("Abort", message, timeout_s))
 
-    def renew(self, message: Renew, timeout_s: float | None = None, *, wait_for_ready: bool = False) -> Renewed:
+    def renew(self, message: Renew, timeout_s: float | None = None) -> Renewed:
         """Ask for more time; repeated when the path fails."""
-        return cast("Renewed", self._call("Renew", message, timeout_s, wait_for_ready))
+        return cast("Renewed", self._call("Renew", message, timeout_s))
 
     def health(self, service: str = "", timeout_s: float | None = None) -> str:
         """Ask ``grpc.health.v1``: SERVING, NOT_SERVING, UNKNOWN, or SERVICE_UNKNOWN for a name nobody set."""
         request = health_pb2.HealthCheckRequest(service=service)
         try:
-            answer = self._rpc("Check", request, timeout_s, False)
+            answer = self._rpc("Check", request, timeout_s)
         except PeerError as error:
             if error.details.get("grpc_code") == "NOT_FOUND":
                 return "SERVICE_UNKNOWN"
@@ -176,14 +173,14 @@ class ControlClient:
     ) -> None:
         self.close()
 
-    def _call(self, name: str, message: Any, timeout_s: float | None, wait_for_ready: bool) -> Any:
+    def _call(self, name: str, message: Any, timeout_s: float | None) -> Any:
         method = METHODS[name]
         if not isinstance(message, method.request.value_type):
             raise MisuseError(f"{name} takes a {method.request.value_type.__name__}, not a {type(message).__name__}")
         body = method.request.encode(message)
         if len(body) > MAX_MESSAGE_BYTES:
             raise MisuseError(f"{name} has {len(body)} bytes; at most {MAX_MESSAGE_BYTES} can be sent")
-        return self._decoded(method, self._rpc(name, body, timeout_s, wait_for_ready))
+        return self._decoded(method, self._rpc(name, body, timeout_s))
 
     def _decoded(self, method: Method, body: bytes) -> Any:
         try:
@@ -192,17 +189,15 @@ class ControlClient:
             message = f"{self.address} gave {method.name} an answer that can't be used: {error.message}"
             raise PeerError(message, hint=error.hint, reason="PROTOCOL") from error
 
-    def _rpc(self, name: str, request: Any, timeout_s: float | None, wait_for_ready: bool) -> Any:
+    def _rpc(self, name: str, request: Any, timeout_s: float | None) -> Any:
         timeout_s = self._default_timeout_s if timeout_s is None else _checked_timeout_s(timeout_s)
         until_s = time.monotonic() + timeout_s
-        # gRPC would wait for the certificate it was told to accept; we look whether there is a new one.
-        patient = wait_for_ready and self._credentials is None
         while True:
-            link = self._connected(until_s, wait_for_ready)
+            link = self._connected(until_s)
             left_s = _checked_timeout_s(until_s - time.monotonic())
             try:
                 metadata = ((HEADER, trace),) if (trace := current.get()) else None
-                answer = link.calls[name](request, timeout=left_s, wait_for_ready=patient, metadata=metadata)
+                answer = link.calls[name](request, timeout=left_s, metadata=metadata)
                 if answer is None:  # gRPC is content with a success that has no message
                     raise PeerError(f"{self.address} answered {name} with nothing", reason="PROTOCOL")
                 return answer
@@ -211,7 +206,7 @@ class ControlClient:
                     message = f"the client of {self.address} was closed during {name}"
                     raise AbortedError(message, reason="CLIENT_CLOSED") from raised
                 error = decode_error(raised, method=name, peer=self.address)
-                if error.reason != "PEER_UNREACHABLE" or not self._look_again(link, until_s, wait_for_ready):
+                if error.reason != "PEER_UNREACHABLE" or not self._look_again(link, until_s):
                     _check_descriptors(self.address)
                     raise error from raised
             except ValueError as error:
@@ -221,19 +216,12 @@ class ControlClient:
     def _is_closed(self) -> MisuseError:
         return MisuseError(f"the client of {self.address} is closed", reason="CLIENT_CLOSED")
 
-    def _connected(self, until_s: float, wait_for_ready: bool) -> _Link:
+    def _connected(self, until_s: float) -> _Link:
         """The channel; over TLS, who is at its end is looked at first."""
         if (link := self._link) is not None:
             return link
         with self._looking(until_s):
-            while self._link is None:
-                try:
-                    self._adopt(self._new_link(until_s))
-                except PeerError:
-                    if not wait_for_ready or time.monotonic() + _LOOK_AGAIN_S > until_s:
-                        raise
-                    time.sleep(_LOOK_AGAIN_S)
-            return self._link
+            return self._link or self._adopt(self._new_link(until_s))
 
     @contextmanager
     def _looking(self, until_s: float) -> Iterator[None]:
@@ -245,13 +233,14 @@ class ControlClient:
         finally:
             self._lock.release()
 
-    def _adopt(self, link: _Link) -> None:
+    def _adopt(self, link: _Link) -> _Link:
         old, self._link = self._link, link
         if old is not None:
             old.channel.close()
         if self._closed:  # meanwhile: nobody else would close it
             link.channel.close()
             raise self._is_closed()
+        return link
 
     def _new_link(self, until_s: float) -> _Link:
         where = self._endpoint
@@ -269,8 +258,8 @@ class ControlClient:
         calls["Check"] = health.Check
         return _Link(channel, peer, leaf, calls)
 
-    def _look_again(self, link: _Link, until_s: float, wait_for_ready: bool) -> bool:
-        """Whether a call that never arrived is worth another try: there is a new certificate, or we may wait."""
+    def _look_again(self, link: _Link, until_s: float) -> bool:
+        """Whether a call that never arrived is worth another try: there is a new certificate."""
         if self._credentials is None or time.monotonic() + _LOOK_AGAIN_S > until_s:
             return False
         with self._looking(until_s):
@@ -285,9 +274,7 @@ class ControlClient:
                 return True
             if new is not link:
                 new.channel.close()
-        if wait_for_ready:
-            time.sleep(_LOOK_AGAIN_S)
-        return wait_for_ready
+        return False
 
 
 def _check_callable(endpoint: Endpoint, *, secure: bool) -> None:

@@ -30,42 +30,27 @@ import socket
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 from pdxfer.errors import DeadlineError, ExhaustedError, IncompatibleError, MisuseError, PdxferError, TransportError
 
-__all__ = ["DECODERS", "Decoder"]
+__all__ = ["DECODERS", "Made"]
 
 _ID = bytes(range(16))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decoder:
-    """One of them: ``make`` returns the function, once per process; ``seeds`` are valid inputs."""
-
-    make: Callable[[], Callable[[bytes], object]]
-    seeds: Callable[[], list[bytes]]
+#: A decoder, and valid inputs.
+Made = tuple[Callable[[bytes], object], list[bytes]]
 
 
 # -- control plane ---------------------------------------------------------------------------------
 
 
-def _codecs() -> list[Any]:
+def _control() -> Made:
+    from pdxfer import messages as m
     from pdxfer.control.convert import METHODS
 
-    return [codec for method in METHODS.values() for codec in (method.request, method.response)]
-
-
-def _control() -> Callable[[bytes], object]:
-    codecs = _codecs()
-    return lambda data: codecs[data[0] % len(codecs)].decode(data[1:]) if data else None
-
-
-def _control_seeds() -> list[bytes]:
-    from pdxfer import messages as m
-
+    codecs: list[Any] = [codec for method in METHODS.values() for codec in (method.request, method.response)]
     reader: dict[str, Any] = {"transfer": "t", "epoch": _ID, "target_worker": "D", "target_rank": 1}
     values = (
         m.Describe(protocol_version=1, epoch=_ID, worker="P", rank=0, layout=b"{}", data_key=_ID * 2),
@@ -87,7 +72,8 @@ def _control_seeds() -> list[bytes]:
         m.Renew(**reader, session=_ID, ticket=b"ticket"),
         m.Renewed(lease_s=3.5),
     )  # fmt: skip
-    return [bytes([i]) + codec.encode(value) for i, (codec, value) in enumerate(zip(_codecs(), values, strict=True))]
+    seeds = [bytes([i]) + codec.encode(value) for i, (codec, value) in enumerate(zip(codecs, values, strict=True))]
+    return lambda data: codecs[data[0] % len(codecs)].decode(data[1:]) if data else None, seeds
 
 
 class _FailedCall:
@@ -106,49 +92,30 @@ class _FailedCall:
         return self._trailers
 
 
-_ERRORS = (
-    MisuseError("wrong", hint="right"),
-    IncompatibleError("kv.k", "heads", [1, {"a": 2.5}], "two", why="because"),
-    ExhaustedError("full", retry_after_s=2.5),
-)
+def _status() -> Made:
+    from pdxfer.control.convert import code_of, decode_error, encode_error
 
-
-def _status() -> Callable[[bytes], object]:
-    from pdxfer.control.convert import code_of, decode_error
-
-    codes = [code_of(error) for error in _ERRORS]
+    errors = (
+        MisuseError("wrong", hint="right"),
+        IncompatibleError("kv.k", "heads", [1, {"a": 2.5}], "two", why="because"),
+        ExhaustedError("full", retry_after_s=2.5),
+    )
 
     def decode(data: bytes) -> object:
-        code = codes[data[0] % len(codes)] if data else codes[0]
+        code = code_of(errors[data[0] % len(errors) if data else 0])
         call = _FailedCall(code, "details", (("grpc-status-details-bin", data[1:]), ("other", "x")))
         found = decode_error(call, method="Open", peer="unix:///p")
         assert isinstance(found, PdxferError)
         return str(found)
 
-    return decode
-
-
-def _status_seeds() -> list[bytes]:
-    from pdxfer.control.convert import encode_error
-
-    statuses = [dict(encode_error(error).trailing_metadata or ()) for error in _ERRORS]
-    return [bytes([i]) + _raw(s["grpc-status-details-bin"]) for i, s in enumerate(statuses)]
-
-
-def _raw(value: str | bytes) -> bytes:
-    return value if isinstance(value, bytes) else value.encode()
+    statuses: list[Any] = [dict(encode_error(error).trailing_metadata or ()) for error in errors]
+    return decode, [bytes([i]) + status["grpc-status-details-bin"] for i, status in enumerate(statuses)]
 
 
 # -- tickets, frames, layouts ----------------------------------------------------------------------
 
 
-def _frame() -> Callable[[bytes], object]:
-    from pdxfer import wire
-
-    return wire.decode
-
-
-def _frame_seeds() -> list[bytes]:
+def _frame() -> Made:
     from pdxfer import wire
 
     frames: Sequence[wire.Frame] = (
@@ -157,27 +124,13 @@ def _frame_seeds() -> list[bytes]:
         wire.Fail(_ID, "StaleError", "STALE", "gone"), wire.Closed(_ID),
         wire.Ask(_ID, b"request", True, [0]), wire.Opened(_ID, b"answer", [["kv", 0, 1, bytes(8)]], False),
     )  # fmt: skip
-    return [wire.encode(frame) for frame in frames]
+    return wire.decode, [wire.encode(frame) for frame in frames]
 
 
-def _ticket() -> Callable[[bytes], object]:
+def _ticket() -> Made:
     from pdxfer.errors import StaleError, TicketError
-    from pdxfer.ticket import Ticket, unseal
-
-    def decode(data: bytes) -> object:
-        ticket = Ticket.decode(data)
-        with suppress(StaleError, TicketError):
-            part = unseal(ticket, 0, _ID, [bytes(32)])  # other ranks' parts are sealed by these
-            assert ticket.sealed_bytes(part) in issued, "a ticket that nobody issued was accepted"
-        return ticket.encode()
-
-    issued = {t.sealed_bytes(t.ranks[0]) for t in map(Ticket.decode, _ticket_seeds())}
-    return decode
-
-
-def _ticket_seeds() -> list[bytes]:
     from pdxfer.keys import TicketKeys
-    from pdxfer.ticket import RankIssuer, issue_ticket
+    from pdxfer.ticket import RankIssuer, Ticket, issue_ticket, unseal
 
     issuers = [
         RankIssuer(
@@ -187,50 +140,45 @@ def _ticket_seeds() -> list[bytes]:
         for rank in range(3)
     ]  # fmt: skip
     facts: dict[str, Any] = {"kv_tokens": 9, "state_tokens": 8, "nonce": _ID, "sampled": [1, 70_000], "context": _ID}
-    whole = issue_ticket(issuers, "request-1", **facts, tenant="t", audience="D")
-    return [whole.encode().encode(), issue_ticket(issuers[:1], "r", **facts).encode().encode()]
+    tickets = [issue_ticket(issuers, "request-1", **facts, tenant="t", audience="D"),
+               issue_ticket(issuers[:1], "r", **facts)]  # fmt: skip
+    issued = {t.sealed_bytes(t.ranks[0]) for t in tickets}
+
+    def decode(data: bytes) -> object:
+        ticket = Ticket.decode(data)
+        with suppress(StaleError, TicketError):
+            part = unseal(ticket, 0, _ID, [bytes(32)])  # other ranks' parts are sealed by these
+            assert ticket.sealed_bytes(part) in issued, "a ticket that nobody issued was accepted"
+        return ticket.encode()
+
+    return decode, [ticket.encode().encode() for ticket in tickets]
 
 
-@cache
-def _layouts() -> tuple[Any, ...]:
-    """Of four layers only: short inputs are mutated better."""
+def _layout() -> Made:
     from pdxfer.builders import Parallel, Storage, build_layout
-    from pdxfer.models import load_config, spec_from_config
-
-    spec = spec_from_config({**load_config("qwen3-next-80b-a3b"), "num_hidden_layers": 4})
-    small = Storage(page_tokens=16, pages=8, slots=2)
-    return tuple(build_layout(spec, Parallel(tp=tp), small) for tp in (1, 2))
-
-
-def _layout() -> Callable[[bytes], object]:
     from pdxfer.layout import Layout
+    from pdxfer.models import load_config, spec_from_config
     from pdxfer.plan import make_plan
 
-    mine = _layouts()[0]
+    # Of four layers only: short inputs are mutated better.
+    spec = spec_from_config({**load_config("qwen3-next-80b-a3b"), "num_hidden_layers": 4})
+    small = Storage(page_tokens=16, pages=8, slots=2)
+    layouts = [build_layout(spec, Parallel(tp=tp), small) for tp in (1, 2)]
 
     def decode(data: bytes) -> object:
         layout = Layout.from_bytes(data)
         assert layout.digest == Layout.from_bytes(layout.to_bytes()).digest
-        return make_plan(mine, layout).digest
+        return make_plan(layouts[0], layout).digest
 
-    return decode
-
-
-def _layout_seeds() -> list[bytes]:
-    return [layout.to_bytes() for layout in _layouts()]
+    return decode, [layout.to_bytes() for layout in layouts]
 
 
-def _region() -> Callable[[bytes], object]:
-    from pdxfer.transport import RegionDescriptor
-
-    return RegionDescriptor.from_bytes
-
-
-def _region_seeds() -> list[bytes]:
+def _region() -> Made:
     from pdxfer.transport import RegionDescriptor
 
     one = RegionDescriptor(scheme="shm", region_id=3, name="staging", nbytes=1 << 20)
-    return [one.to_bytes(), RegionDescriptor(scheme="shm", region_id=1, name="", nbytes=1, address=4096).to_bytes()]
+    two = RegionDescriptor(scheme="shm", region_id=1, name="", nbytes=1, address=4096)
+    return RegionDescriptor.from_bytes, [one.to_bytes(), two.to_bytes()]
 
 
 # -- transports ------------------------------------------------------------------------------------
@@ -242,7 +190,9 @@ def _pair() -> tuple[socket.socket, socket.socket]:
     return one, two
 
 
-def _shm_hello() -> Callable[[bytes], object]:
+def _shm_hello() -> Made:
+    import msgpack
+
     from pdxfer.transport.base import Deadline
     from pdxfer.transport.shm import answer_hello
 
@@ -255,16 +205,10 @@ def _shm_hello() -> Callable[[bytes], object]:
             socket.send_fds(peer, [data[1:4096] or b"\0"], files[data[0] % 3] if data else [])
             answer_hello(mine, Deadline(0.0)).close()
 
-    return decode
+    return decode, [bytes([n]) + msgpack.packb(["pdxfer-shm", version]) for n, version in ((1, 1), (1, 2), (2, 1))]
 
 
-def _shm_hello_seeds() -> list[bytes]:
-    import msgpack
-
-    return [bytes([files]) + msgpack.packb(["pdxfer-shm", version]) for files, version in ((1, 1), (1, 2), (2, 1))]
-
-
-def _shm() -> Callable[[bytes], object]:
+def _shm() -> Made:
     from pdxfer.transport.shm import ShmTransport
     from pdxfer.transport.shm_channel import ShmChannel
     from pdxfer.transport.vm import create_memfd
@@ -272,11 +216,7 @@ def _shm() -> Callable[[bytes], object]:
     transport = ShmTransport()
     unsealed = os.memfd_create("fuzz")
     os.truncate(unsealed, 1 << 20)
-    files: Sequence[list[int]] = (
-        [],
-        [create_memfd(1 << 20, "fuzz")[0]],
-        [unsealed],
-    )  # which of them comes along, the first byte says
+    files: Sequence[list[int]] = ([], [create_memfd(1 << 20, "fuzz")[0]], [unsealed])  # which, the first byte says
 
     def decode(data: bytes) -> None:
         (mine, peer), (acks, peer_acks) = _pair(), _pair()
@@ -292,27 +232,23 @@ def _shm() -> Callable[[bytes], object]:
             finally:
                 channel.close()
 
-    return decode
-
-
-def _shm_seeds() -> list[bytes]:
-    prefix, seeds = struct.Struct("<B3xIQQQQ"), _region_seeds()
+    prefix, (one, two) = struct.Struct("<B3xIQQQQ"), _region()[1]
     message = prefix.pack(1, 6, 0, 0, 0, 0) + b"header"
-    return [
+    return decode, [
         b"\0" + message,
-        b"\1" + prefix.pack(2, 2, 1, 3, 0, 16) + b"hh" + seeds[0],
-        b"\1" + prefix.pack(3, 2, 0, 3, 0, 0) + b"hh" + seeds[0],
-        b"\2" + prefix.pack(3, 2, 0, 3, 0, 0) + b"hh" + seeds[0],
-        b"\0" + prefix.pack(3, 2, 0, 1, 0, 0) + b"hh" + seeds[1],
+        b"\1" + prefix.pack(2, 2, 1, 3, 0, 16) + b"hh" + one,
+        b"\1" + prefix.pack(3, 2, 0, 3, 0, 0) + b"hh" + one,
+        b"\2" + prefix.pack(3, 2, 0, 3, 0, 0) + b"hh" + one,
+        b"\0" + prefix.pack(3, 2, 0, 1, 0, 0) + b"hh" + two,
         b"\0" + prefix.pack(4, 0, 0, 3, 0, 0) + b"|next|" + message,
     ]
 
 
-def _tcp_hello() -> Callable[[bytes], object]:
+def _tcp_hello() -> Made:
     import zmq
 
     from pdxfer.transport.tcp import read_hello, read_welcome
-    from pdxfer.transport.tcp_channel import MAGIC
+    from pdxfer.transport.tcp_channel import HELLO, MAGIC, REFUSE, VERSION, WELCOME, pack
 
     def decode(data: bytes) -> object:
         frames = [zmq.Frame(part) for part in _frames(data)]
@@ -320,21 +256,15 @@ def _tcp_hello() -> Callable[[bytes], object]:
             return read_hello(frames, MAGIC)
         return read_welcome(frames, MAGIC)
 
-    return decode
-
-
-def _tcp_hello_seeds() -> list[bytes]:
-    from pdxfer.transport.tcp_channel import HELLO, MAGIC, REFUSE, VERSION, WELCOME, pack
-
     said = (pack(HELLO, MAGIC, VERSION, 1 << 20), pack(WELCOME, MAGIC, VERSION, 1 << 20), pack(REFUSE, "no"))
-    return [_joined(frame) for frame in said]
+    return decode, [_joined(frame) for frame in said]
 
 
-def _tcp() -> Callable[[bytes], object]:
+def _tcp() -> Made:
     import zmq
 
     from pdxfer.transport.tcp import TcpTransport
-    from pdxfer.transport.tcp_channel import TcpChannel
+    from pdxfer.transport.tcp_channel import BYE, DATA, GRANT, TcpChannel, pack
     from pdxfer.transport.tcp_io import Line
 
     class Loose(Line):
@@ -361,14 +291,9 @@ def _tcp() -> Callable[[bytes], object]:
         channel.close()
         return said[0]
 
-    return decode
-
-
-def _tcp_seeds() -> list[bytes]:
-    from pdxfer.transport.tcp_channel import BYE, DATA, GRANT, pack
-
     data = _joined(pack(DATA), b"header", b"payload")
-    return [_joined(pack(DATA), b"header"), data, data + b"|next|" + _joined(pack(GRANT, 3)), _joined(pack(BYE))]
+    seeds = [_joined(pack(DATA), b"header"), data, data + b"|next|" + _joined(pack(GRANT, 3)), _joined(pack(BYE))]
+    return decode, seeds
 
 
 def _frames(data: bytes) -> Iterator[bytes]:
@@ -388,21 +313,16 @@ def _joined(*parts: bytes) -> bytes:
 # -- files -----------------------------------------------------------------------------------------
 
 
-def _config() -> Callable[[bytes], object]:
+def _config() -> Made:
     from pdxfer.hf_config import decode_config
-    from pdxfer.models import spec_from_config
-
-    return lambda data: spec_from_config(decode_config(data, "fuzz")).digest
-
-
-def _config_seeds() -> list[bytes]:
-    from pdxfer.models import load_config
+    from pdxfer.models import load_config, spec_from_config
 
     names = ("qwen3-next-80b-a3b", "kimi-linear-48b-a3b", "nemotron-3-ultra-550b-a55b", "glm-5.3-flash")
-    return [json.dumps(load_config(name)).encode() for name in names]
+    seeds = [json.dumps(load_config(name)).encode() for name in names]
+    return lambda data: spec_from_config(decode_config(data, "fuzz")).digest, seeds
 
 
-def _settings() -> Callable[[bytes], object]:
+def _settings() -> Made:
     from pdxfer.connectors.vllm_settings import Settings
 
     def decode(data: bytes) -> object:
@@ -414,41 +334,25 @@ def _settings() -> Callable[[bytes], object]:
             raise MisuseError("vLLM takes an object only")
         return Settings.parse(extra, "e").agent_config(1)
 
-    return decode
-
-
-def _settings_seeds() -> list[bytes]:
     tls = {"ca": "ca.pem", "cert": "c.pem", "key": "c.key", "peers": ["spiffe://prod/decode/*"]}
     one = {"worker": "w", "control": ["tcp://127.0.0.1:7000"], "listen": {"tcp": "tcp://127.0.0.1:7001"}, "tls": tls}
     two = {
         "timeout_s": 5, "transports": ["shm"], "transfer_mode": "packed", "accept_state_dtypes": ["float32"],
         "window": 2, "lease_s": 3.5, "quotas": {"peer_bytes": 5}, "digests": False, "ticket_keys": "",
     }  # fmt: skip
-    return [json.dumps(one).encode(), json.dumps(two).encode()]
+    return decode, [json.dumps(one).encode(), json.dumps(two).encode()]
 
 
-def _keys() -> Callable[[bytes], object]:
+def _keys() -> Made:
     from pdxfer.keys import parse_keys
 
-    return lambda data: parse_keys(data, "fuzz")
+    seeds = [b"# two\n" + b"0f" * 32 + b"\n" + b"A1" * 40 + b" # old\n", b"00" * 32]
+    return lambda data: parse_keys(data, "fuzz"), seeds
 
 
-def _keys_seeds() -> list[bytes]:
-    return [b"# two\n" + b"0f" * 32 + b"\n" + b"A1" * 40 + b" # old\n", b"00" * 32]
-
-
-DECODERS: Mapping[str, Decoder] = {
-    "config": Decoder(make=_config, seeds=_config_seeds),
-    "control": Decoder(make=_control, seeds=_control_seeds),
-    "frame": Decoder(make=_frame, seeds=_frame_seeds),
-    "keys": Decoder(make=_keys, seeds=_keys_seeds),
-    "layout": Decoder(make=_layout, seeds=_layout_seeds),
-    "region": Decoder(make=_region, seeds=_region_seeds),
-    "settings": Decoder(make=_settings, seeds=_settings_seeds),
-    "shm": Decoder(make=_shm, seeds=_shm_seeds),
-    "shm.hello": Decoder(make=_shm_hello, seeds=_shm_hello_seeds),
-    "status": Decoder(make=_status, seeds=_status_seeds),
-    "tcp": Decoder(make=_tcp, seeds=_tcp_seeds),
-    "tcp.hello": Decoder(make=_tcp_hello, seeds=_tcp_hello_seeds),
-    "ticket": Decoder(make=_ticket, seeds=_ticket_seeds),
-}
+#: Each makes its decoder; once per process is enough.
+DECODERS: Mapping[str, Callable[[], Made]] = {
+    "config": _config, "control": _control, "frame": _frame, "keys": _keys, "layout": _layout, "region": _region,
+    "settings": _settings, "shm": _shm, "shm.hello": _shm_hello, "status": _status, "tcp": _tcp,
+    "tcp.hello": _tcp_hello, "ticket": _ticket,
+}  # fmt: skip

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -70,14 +70,6 @@ class FaultPlan:
     def of(cls, *faults: Fault, seed: int = 0) -> FaultPlan:
         """Return a plan of exactly these."""
         return cls(faults=faults, seed=seed)
-
-    @classmethod
-    def random(cls, seed: int, *, among: int, count: int = 1, kinds: Iterable[Kind] = ("drop", "corrupt")) -> FaultPlan:
-        """Return ``count`` faults on different payloads among the first ``among``; equal seeds, equal plans."""
-        chosen, choice = tuple(kinds), random.Random(seed)  # noqa: S311 - to be repeated, not to be secret
-        places = choice.sample(range(among), count)
-        made = [Fault(kind=k, at=at, delay_s=0.02 * (k == "delay")) for at in places for k in [choice.choice(chosen)]]
-        return cls(faults=tuple(made), seed=seed)
 
 
 class WrappedTransport(Transport):

@@ -100,8 +100,8 @@ def _hang(decode: Callable[[bytes], object], data: bytes, cpu_s: float, clock_s:
 
 def fuzz(name: str, inputs: Iterator[bytes] | int, *, seed: int = 0, finds_max: int = 10) -> Report:
     """Try a decoder with so many mutations of its seeds and corpus, or with the inputs given."""
-    decoder, report = DECODERS[name], Report(decoder=name)
-    decode, pool = decoder.make(), [*decoder.seeds(), *read_corpus(name)]
+    report, (decode, seeds) = Report(decoder=name), DECODERS[name]()
+    pool = [*seeds, *read_corpus(name)]
     for data in pool:
         try_one(decode, data)  # so that what is made once is not counted against the first input
     source = mutations(pool, seed, inputs) if isinstance(inputs, int) else inputs
@@ -237,7 +237,7 @@ def _with_atheris(name: str, count: int, seed: int) -> None:
     import atheris
 
     with atheris.instrument_imports(include=["pdxfer"]):
-        decode = DECODERS[name].make()
+        decode, seeds = DECODERS[name]()
 
     def one(data: bytes) -> None:
         _, why = try_one(decode, data)
@@ -247,7 +247,7 @@ def _with_atheris(name: str, count: int, seed: int) -> None:
 
     directory = Path(os.environ.get("TMPDIR", "/tmp")) / f"pdxfer-fuzz-{os.getpid()}"  # noqa: S108 - our own, made anew
     directory.mkdir(mode=0o700)
-    for index, data in enumerate([*DECODERS[name].seeds(), *read_corpus(name)]):
+    for index, data in enumerate([*seeds, *read_corpus(name)]):
         (directory / str(index)).write_bytes(data)
     limits = ["-timeout=1", "-max_len=65536", "-print_final_stats=1", f"-artifact_prefix={directory}/find-"]
     atheris.Setup([sys.argv[0], f"-runs={count}", f"-seed={seed + 1}", *limits, str(directory)], one)
@@ -268,7 +268,6 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--engine", default="mutate", choices=["mutate", "atheris"])
     parser.add_argument("--input", help="one input, in hexadecimal, instead")
     asked = parser.parse_args(arguments)
-    logging.disable(logging.CRITICAL)  # what a decoder logs about bad bytes is not what we look for
     names = list(DECODERS) if asked.decoder == "all" else [asked.decoder]
     if asked.engine == "atheris":
         _with_atheris(names[0], asked.inputs, asked.seed)
@@ -284,4 +283,5 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    logging.disable(logging.CRITICAL)  # what a decoder logs about bad bytes is not what we look for
     sys.exit(main(sys.argv[1:]))

@@ -18,9 +18,9 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from pdxfer.cli import demo as command
+from pdxfer.cli.demo_report import print_outcome, print_summary
 from pdxfer.demo import outcome
 from pdxfer.demo.outcome import Held, Kind, Outcome, Round
-from pdxfer.demo.report import print_outcome, print_summary
 from pdxfer.demo.run import Options
 from pdxfer.demo.worker import Link, array_from, array_to
 from pdxfer.errors import CorruptError, DeadlineError, MisuseError, PdxferError, PeerError

@@ -11,16 +11,14 @@ import json
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
+from pdxfer.cli import show
 from pdxfer.errors import CorruptError, MisuseError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from pdxfer.demo.outcome import Outcome
     from pdxfer.demo.run import Options
 
@@ -105,6 +103,7 @@ def _flag(name: str) -> str:
 
 
 def _demo_transformers(values: dict[str, Any], every: bool, chosen: list[str], as_json: bool) -> int:
+    from pdxfer.cli.demo_report import print_outcome, print_summary
     from pdxfer.demo.run import ALL_PAIRS, Options
 
     if every and chosen:
@@ -114,13 +113,17 @@ def _demo_transformers(values: dict[str, Any], every: bool, chosen: list[str], a
     if as_json:
         results = [outcome.to_json() for outcome in outcomes]
         click.echo(json.dumps({"ok": all(o.ok for o in outcomes), "runs": results} if every else results[0], indent=2))
+    elif every:
+        print_summary(show.console(120), outcomes)
     else:
-        _print(outcomes, every)
-    return _exit_code(outcomes)
+        print_outcome(show.console(120), outcomes[0])
+    if all(outcome.ok for outcome in outcomes):
+        return 0
+    return 1 if all(outcome.state_ok for outcome in outcomes) else CorruptError.exit_code
 
 
 def _demo_vllm(values: dict[str, Any], as_json: bool) -> int:
-    from pdxfer.demo.report import print_vllm_outcome
+    from pdxfer.cli.demo_report import print_vllm_outcome
     from pdxfer.demo.vllm_run import VllmOptions, run_vllm_demo
 
     names = {"prefill_page_tokens": "prefill_block_size", "decode_page_tokens": "decode_block_size"}
@@ -130,7 +133,7 @@ def _demo_vllm(values: dict[str, Any], as_json: bool) -> int:
     if as_json:
         click.echo(json.dumps(outcome.to_json(), indent=2))
     else:
-        print_vllm_outcome(_console(), outcome)
+        print_vllm_outcome(show.console(120), outcome)
     return 0 if outcome.ok else 1
 
 
@@ -155,13 +158,10 @@ def _run(runs: list[Options]) -> list[Outcome]:
     outcomes = []
     with _progress() as say:
         for number, options in enumerate(runs, 1):
-            before = f"[{number}/{len(runs)}] {options.model} TP {options.prefill_tp} to {options.decode_tp}: "
-            outcomes.append(run_demo(options, partial(_say_after, say, before if len(runs) > 1 else "")))
+            which = f"[{number}/{len(runs)}] {options.model} TP {options.prefill_tp} to {options.decode_tp}: "
+            before = which if len(runs) > 1 else ""
+            outcomes.append(run_demo(options, lambda text, before=before: say(before + text)))  # type: ignore[misc]
     return outcomes
-
-
-def _say_after(say: Callable[[str], None], before: str, text: str) -> None:
-    say(before + text)
 
 
 @contextmanager
@@ -175,25 +175,3 @@ def _progress() -> Iterator[Callable[[str], None]]:
         return
     with console.status("") as status:
         yield lambda text: status.update(text.replace("[", r"\["))
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=120)
-
-
-def _print(outcomes: list[Outcome], every: bool) -> None:
-    from pdxfer.demo.report import print_outcome, print_summary
-
-    if every:
-        print_summary(_console(), outcomes)
-    else:
-        print_outcome(_console(), outcomes[0])
-
-
-def _exit_code(outcomes: list[Outcome]) -> int:
-    if all(outcome.ok for outcome in outcomes):
-        return 0
-    return 1 if all(outcome.state_ok for outcome in outcomes) else CorruptError.exit_code

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pdxfer.cli import show
 from pdxfer.errors import MisuseError
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
     from pdxfer.cli.plan_report import ComponentShare, Pair, PlanReport
 
@@ -73,11 +73,7 @@ def plan(
 
 
 def _print(title: str, report: PlanReport, pairs: int) -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=110)
+    console = show.console()
     console.print(title, style="bold", markup=False)
     _print_pairs(console, report, pairs)
     _print_components(console, report)
@@ -90,15 +86,15 @@ def _print(title: str, report: PlanReport, pairs: int) -> None:
 def _print_pairs(console: Console, report: PlanReport, most: int) -> None:
     rows = sorted(report.pairs, key=lambda p: (p.relay, -p.nbytes, p.source, p.target))
     shown = rows[:most] if most else rows
-    table = _table("who sends to whom", "bytes", "messages", "components")
+    table = show.table("who sends to whom", "bytes", "messages", "components", left=["components"])
     for pair in sorted(shown, key=lambda p: (p.relay, p.source, p.target)):
         arrow = (
             f"target {pair.source} -> target {pair.target}, relay" if pair.relay else f"{pair.source} -> {pair.target}"
         )
-        table.add_row(arrow, _bytes(pair.nbytes), str(pair.messages), _families(pair))
+        table.add_row(arrow, show.binary(pair.nbytes), str(pair.messages), _families(pair))
     console.print(table)
     if left := rows[len(shown) :]:
-        nbytes = _bytes(sum(p.nbytes for p in left))
+        nbytes = show.binary(sum(p.nbytes for p in left))
         console.print(f"... and {len(left)} more pairs with {nbytes} together (--pairs 0 shows all)", markup=False)
 
 
@@ -109,19 +105,26 @@ def _families(pair: Pair) -> str:
         family = name.partition(".")[0]
         found[family] = found.get(family, 0) + nbytes
     return (
-        ", ".join(f"{name} {_bytes(nbytes)}" for name, nbytes in found.items() if nbytes) or "nothing: only completes"
+        ", ".join(f"{name} {show.binary(nbytes)}" for name, nbytes in found.items() if nbytes)
+        or "nothing: only completes"
     )
 
 
 def _print_components(console: Console, report: PlanReport) -> None:
-    table = _table("component", "unique", "network", "x unique", "relayed", "dedup", "per source rank")
+    table = show.table("component", "unique", "network", "x unique", "relayed", "dedup", "per source rank")
     for share in report.shares:
         table.add_row(share.component, *_share_cells(share), _span(share))
     table.add_section()
     whole = [report.total(f) for f in ("unique_bytes", "network_bytes", "relayed_bytes")]
     ratio = whole[1] / whole[0] if whole[0] else 1.0
     table.add_row(
-        "total", _bytes(whole[0]), _bytes(whole[1]), f"{ratio:.2f}", _bytes(whole[2]), f"{report.dedup_ratio:.2f}", ""
+        "total",
+        show.binary(whole[0]),
+        show.binary(whole[1]),
+        f"{ratio:.2f}",
+        show.binary(whole[2]),
+        f"{report.dedup_ratio:.2f}",
+        "",
     )
     console.print(table)
 
@@ -129,16 +132,16 @@ def _print_components(console: Console, report: PlanReport) -> None:
 def _share_cells(share: ComponentShare) -> tuple[str, ...]:
     data = share.to_json()
     return (
-        _bytes(share.unique_bytes),
-        _bytes(share.network_bytes),
+        show.binary(share.unique_bytes),
+        show.binary(share.network_bytes),
         f"{data['network_to_unique']:.2f}",
-        _bytes(share.relayed_bytes),
+        show.binary(share.relayed_bytes),
         f"{data['dedup_ratio']:.2f}",
     )
 
 
 def _span(share: ComponentShare) -> str:
-    least, most = _bytes(share.least_bytes), _bytes(share.most_bytes)
+    least, most = show.binary(share.least_bytes), show.binary(share.most_bytes)
     return most if least == most else f"{least} to {most}"
 
 
@@ -158,7 +161,7 @@ def _print_matrix(console: Console, report: PlanReport, *, relay: bool) -> None:
         shades = (_shade(cells.get((row, column), 0), most) for column in range(columns))
         console.print(f"{row:>5} " + "".join(f"{shade:>{wide}}" for shade in shades), markup=False, soft_wrap=True)
     steps = len(_SHADES) - 1
-    legend = (f"{shade} up to {_bytes(most * i // steps)}" for i, shade in enumerate(_SHADES) if i)
+    legend = (f"{shade} up to {show.binary(most * i // steps)}" for i, shade in enumerate(_SHADES) if i)
     console.print(f"      {_SHADES[0]} nothing  {'  '.join(legend)}\n", markup=False)
 
 
@@ -168,14 +171,14 @@ def _shade(nbytes: int, most: int) -> str:
 
 def _print_totals(console: Console, report: PlanReport) -> None:
     hosts = len({r.host for r in report.plan.target.ranks})
-    naive, sent = _bytes(report.total("naive_bytes")), _bytes(report.total("network_bytes"))
+    naive, sent = show.binary(report.total("naive_bytes")), show.binary(report.total("network_bytes"))
     relays = (
-        f"; relayed on {hosts} target host{'s' if hosts > 1 else ''} {_bytes(report.total('relayed_bytes'))}"
+        f"; relayed on {hosts} target host{'s' if hosts > 1 else ''} {show.binary(report.total('relayed_bytes'))}"
         f" in {report.messages(relay=True):,}"
     )
     lines = (
-        f"Unique {_bytes(report.total('unique_bytes'))}; sent over the network {sent} in {report.messages():,} messages"
-        f" of at most {_bytes(report.chunk_bytes)}{relays if report.total('relayed_bytes') else ''}",
+        f"Unique {show.binary(report.total('unique_bytes'))}; sent over the network {sent} in {report.messages():,}"
+        f" messages of at most {show.binary(report.chunk_bytes)}{relays if report.total('relayed_bytes') else ''}",
         f"If every target rank fetched its own copy: {naive}, {report.dedup_ratio:.2f} times as much",
         f"Plan: {len(report.plan.items):,} copy items, cold {report.cold_s * 1e3:.1f} ms (digests, plan, proof);"
         f" per request {report.request_s * 1e3:.2f} ms (busiest target rank)",
@@ -183,26 +186,3 @@ def _print_totals(console: Console, report: PlanReport) -> None:
     )
     for line in lines:
         console.print(line, markup=False)
-
-
-def _table(*columns: str) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for i, column in enumerate(columns):
-        text = i == 0 or column == "components"
-        table.add_column(column, justify="left" if text else "right", overflow="fold")
-    return table
-
-
-def _bytes(value: int) -> str:
-    """Three digits and a binary unit for people; exact below 10 KiB."""
-    if value < 10240:
-        return f"{value:,} B"
-    scaled = float(value)
-    for unit in ("KiB", "MiB", "GiB"):
-        scaled /= 1024
-        if scaled < 1024:
-            return f"{scaled:,.1f} {unit}"
-    return f"{scaled / 1024:,.1f} TiB"

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pdxfer.cli import show
 from pdxfer.errors import MisuseError
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
     from pdxfer.sizing import Assumptions, MemoryLedger, SizeReport
     from pdxfer.spec import CacheSpec
@@ -116,23 +116,8 @@ def _link_rate(link_gbps: float | None, link: str) -> float:
     return parse_rate(link) if link else 0
 
 
-def _bytes(value: float) -> str:
-    """Three digits and a binary unit for people; exact below 10 KiB."""
-    if abs(value) < 10240:
-        return f"{value:,.0f} B" if float(value).is_integer() else f"{value:,.1f} B"
-    for unit in ("KiB", "MiB", "GiB"):
-        value /= 1024
-        if abs(value) < 1024:
-            return f"{value:,.1f} {unit}"
-    return f"{value / 1024:,.1f} TiB"
-
-
 def _print(model: str, report: SizeReport) -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=110)
+    console = show.console()
     ranks = f"{report.assumptions.tp} rank{'s' if report.assumptions.tp > 1 else ''}"
     console.print(f"{model} ({report.model_type}), {report.tokens:,} tokens, {ranks}", style="bold", markup=False)
     _print_components(console, report)
@@ -147,29 +132,21 @@ def _print(model: str, report: SizeReport) -> None:
         )
 
 
-def _table(*columns: str) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left", overflow="fold")
-    return table
-
-
 def _print_components(console: Console, report: SizeReport) -> None:
-    table = _table("component", "layers", "dtype", "per token", "per request", "rank: per token", "rank: per request")
+    table = show.table(
+        "component", "layers", "dtype", "per token", "per request", "rank: per token", "rank: per request"
+    )
     fields = ("bytes_per_token", "bytes_per_request", "rank_bytes_per_token", "rank_bytes_per_request")
     for c in report.components:
-        table.add_row(c.name, str(c.layers), c.dtype, *(_bytes(getattr(c, f)) for f in fields))
+        table.add_row(c.name, str(c.layers), c.dtype, *(show.binary(getattr(c, f)) for f in fields))
     table.add_section()
-    table.add_row("total", "", "", *(_bytes(report.total(f)) for f in fields))
+    table.add_row("total", "", "", *(show.binary(report.total(f)) for f in fields))
     if report.concurrency > 1:
-        many = (_bytes(report.total(f) * report.concurrency) if "request" in f else "" for f in fields)
+        many = (show.binary(report.total(f) * report.concurrency) if "request" in f else "" for f in fields)
         table.add_row(f"{report.concurrency} requests", "", "", *many)
     console.print(table)
     if report.assumptions.spec_tokens:
-        kept = _bytes(report.total("rank_resident_bytes_per_request"))
+        kept = show.binary(report.total("rank_resident_bytes_per_request"))
         console.print(f"With {report.assumptions.spec_tokens} draft tokens a rank keeps {kept} per request")
 
 
@@ -188,9 +165,9 @@ def _print_pages(console: Console, report: SizeReport) -> None:
     if pages is None:
         return
     console.print(
-        f"Unified page: {pages.page_tokens:,} tokens, {_bytes(pages.page_bytes)} "
-        f"(attention {_bytes(pages.attention_page_bytes)}, wasted {_bytes(pages.attention_padding_bytes)}; "
-        f"state {_bytes(pages.state_page_bytes)}, wasted {_bytes(pages.state_padding_bytes)})"
+        f"Unified page: {pages.page_tokens:,} tokens, {show.binary(pages.page_bytes)} "
+        f"(attention {show.binary(pages.attention_page_bytes)}, wasted {show.binary(pages.attention_padding_bytes)}; "
+        f"state {show.binary(pages.state_page_bytes)}, wasted {show.binary(pages.state_padding_bytes)})"
     )
 
 
@@ -198,20 +175,20 @@ def _print_memory(console: Console, report: SizeReport) -> None:
     memory = report.memory
     if memory is None:
         return
-    table = _table("memory of one GPU", "bytes")
-    table.add_row("weights", _bytes(memory.weights_bytes))
-    table.add_row("overhead", _bytes(memory.overhead_bytes))
+    table = show.table("memory of one GPU", "bytes")
+    table.add_row("weights", show.binary(memory.weights_bytes))
+    table.add_row("overhead", show.binary(memory.overhead_bytes))
     reserved = f"{memory.max_num_seqs:,} request{'s' if memory.max_num_seqs > 1 else ''}"
-    table.add_row(f"recurrent state, {reserved}", _bytes(memory.state_bytes))
+    table.add_row(f"recurrent state, {reserved}", show.binary(memory.state_bytes))
     if memory.window_bytes:
-        table.add_row(f"windows, {reserved}", _bytes(memory.window_bytes))
-    table.add_row("left for caches that grow", _bytes(memory.free_bytes))
+        table.add_row(f"windows, {reserved}", show.binary(memory.window_bytes))
+    table.add_row("left for caches that grow", show.binary(memory.free_bytes))
     table.add_section()
-    table.add_row("total", _bytes(memory.gpu_bytes))
+    table.add_row("total", show.binary(memory.gpu_bytes))
     console.print(table)
     if memory.free_bytes < 0:
         fit = f"with as many reserved as fit: {memory.requests_max:,} requests"
-        console.print(f"That does not fit: {_bytes(-memory.free_bytes)} are missing ({fit})")
+        console.print(f"That does not fit: {show.binary(-memory.free_bytes)} are missing ({fit})")
         return
     tokens = "any number of" if memory.tokens is None else f"{memory.tokens:,}"
     console.print(

@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from pdxfer.cli.demo import demo
-from pdxfer.demo.report import print_vllm_outcome
+from pdxfer.cli.demo_report import print_vllm_outcome
 from pdxfer.demo.vllm_run import HandOff, VllmOptions, VllmOutcome
 from pdxfer.errors import MisuseError
 from tests.conftest import require

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from pdxfer.cli import show
 from pdxfer.demo.outcome import LOGIT_LIMIT, STAGES, Kind, Outcome
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
     from pdxfer.demo.vllm_run import VllmOutcome
 
@@ -30,7 +30,7 @@ def print_outcome(console: Console, outcome: Outcome) -> None:
 
 
 def _print_kinds(console: Console, o: Outcome) -> None:
-    table = _table("component", "unique B", "held B", "moved B", "fanned out B", "dedup", "messages")
+    table = show.table("component", "unique B", "held B", "moved B", "fanned out B", "dedup", "messages")
     for kind in o.kinds:
         table.add_row(*_kind_cells(kind), str(kind.messages))
     table.add_section()
@@ -52,7 +52,7 @@ def _kind_cells(k: Kind) -> tuple[str, ...]:
 
 
 def _print_times(console: Console, o: Outcome) -> None:
-    table = _table("time (slowest rank)", "first contact", *["again"] * (len(o.rounds) - 1))
+    table = show.table("time (slowest rank)", "first contact", *["again"] * (len(o.rounds) - 1))
     for name in STAGES:
         table.add_row(name, *(_ms(r.stages[name]) if r.stages[name] else "-" for r in o.rounds))
     table.add_section()
@@ -85,7 +85,7 @@ def _print_verdict(console: Console, o: Outcome) -> None:
 def print_summary(console: Console, outcomes: Sequence[Outcome]) -> None:
     """Print one row per run."""
     columns = ("model", "TP", "state", "logits", "tokens", "moved B", "dedup", "first", "again")
-    table = _table(*columns)
+    table = show.table(*columns)
     for o in outcomes:
         held = sum(k.held_bytes for k in o.kinds)
         table.add_row(
@@ -115,7 +115,7 @@ def print_vllm_outcome(console: Console, outcome: VllmOutcome) -> None:
         tp, block_size = getattr(o, f"{role}_tp"), getattr(o, f"{role}_block_size")
         console.print(f"{role:<8} TP {tp}, --block-size {block_size}{layout}")
     last = f"{o.steps} tokens"
-    table = _table("prompt", "prefill", "first token", last, "alone", "moved B", "messages", "transfer", "equal")
+    table = show.table("prompt", "prefill", "first token", last, "alone", "moved B", "messages", "transfer", "equal")
     for h in hand_offs:
         times = (h.prefill_s, h.first_s, h.whole_s, h.alone_s)
         counts = (f"{h.nbytes:,}", str(h.messages), _short_ms(h.transfer_s), f"{h.equal} of {len(h.tokens)}")
@@ -146,16 +146,6 @@ def _print_vllm_verdict(console: Console, outcome: VllmOutcome) -> None:
     console.print(_mark(outcome.tokens_ok) + tokens + (f", {ties} of them up to a near tie" if ties else ""))
     error = max(h.logprob_error for h in hand_offs)
     console.print(f"      their log probabilities are at most {error:.3f} off: bfloat16 at two TP sizes", style="dim")
-
-
-def _table(*columns: str) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left", overflow="fold")
-    return table
 
 
 def _mark(good: bool) -> str:

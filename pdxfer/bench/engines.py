@@ -65,31 +65,21 @@ def _find(modules: tuple[str, ...]) -> tuple[Any, str]:
     return None, why
 
 
-class Pair:
+class Pair(ExitStack):
     """The two processes of one engine, ready to move a case. A context manager."""
 
     def __init__(self, engine: Engine, case: Case, clock: Clock) -> None:
-        self._stack = ExitStack()
+        super().__init__()
         ends: tuple[End, End] = ("prefill", "decode") if engine.write else ("decode", "prefill")
+        asked: dict[str, Any] = {"engine": engine.name, "case": case.to_json()}
+        environ = {**_QUIET, **engine.environ}
         try:
-            self._lines = {
-                end: self._stack.enter_context(
-                    Child(
-                        serve,
-                        clock,
-                        environ={**_QUIET, **engine.environ},
-                        engine=engine.name,
-                        case=case.to_json(),
-                        end=end,
-                    )
-                )
-                for end in ends
-            }
+            self._lines = {e: self.enter_context(Child(serve, clock, environ=environ, end=e, **asked)) for e in ends}
             self._active, passive = (self._lines[end] for end in ends)
             self._active.hear()
             self.descriptors = int(self._active.ask(do="meet", **passive.hear())["descriptors"])
         except BaseException:
-            self._stack.close()
+            self.close()
             raise
 
     def run(self) -> float:
@@ -101,12 +91,6 @@ class Pair:
         self._lines["decode"].ask(do="clear")
         self.run()
         return int(self._lines["decode"].ask(do="check")["nbytes"])
-
-    def __enter__(self) -> Pair:
-        return self
-
-    def __exit__(self, *exc: Any) -> None:
-        self._stack.__exit__(*exc)
 
 
 def serve(line: Line, *, engine: str, case: dict[str, Any], end: End) -> None:

@@ -183,9 +183,7 @@ class _Ranks:
         for agent in self.agents.values():
             agent.check_integrity()
         own = _anonymous_bytes()
-        mapped = any(
-            "shm" in getattr(a, "transports", ("shm",)) for a in self.agents.values()
-        )  # it has files behind it
+        mapped = any("shm" in getattr(a, "transports", ("shm",)) for a in self.agents.values())  # of files
         if self.anonymous or not mapped:
             own -= sum(buffer.nbytes for buffers in self.buffers.values() for buffer in buffers)
         return {"calls": dict(self.calls), "own_bytes": own}

@@ -63,7 +63,8 @@ def plan(console: Console, results: dict[str, Any]) -> None:
             sizes = (f"{row[name]:,}" for name in ("ranks", "layers", "tokens"))
             table.add_row(row["growth"], *sizes, f"{row['cold_p50_ms']:.2f}", f"{row['request_p50_ms']:.3f}")
     console.print(table)
-    _ceiling(console, results["contiguous_copy"])
+    copied = results["contiguous_copy"]
+    console.print(f"contiguous copy of {copied['nbytes'] / 1e6:,.0f} MB: {copied['gb_per_s']:.2f} GB/s")
 
 
 def handoff(console: Console, results: dict[str, Any]) -> None:
@@ -180,10 +181,6 @@ def vllm(console: Console, results: dict[str, Any]) -> None:
 
 def _spread(found: dict[str, Any], digits: int) -> str:
     return f"{found['p50']:.{digits}f} ({found['p10']:.{digits}f} .. {found['p90']:.{digits}f})"
-
-
-def _ceiling(console: Console, copied: dict[str, Any]) -> None:
-    console.print(f"contiguous copy of {copied['nbytes'] / 1e6:,.0f} MB: {copied['gb_per_s']:.2f} GB/s")
 
 
 def machine(console: Console, facts: dict[str, Any]) -> None:

@@ -32,14 +32,7 @@ from typing import Any
 
 from pdxfer.bench.measure import Tick, quantile
 from pdxfer.demo.vllm_models import NEAR_TIE, SERVER_ARGUMENTS, VOCABULARY
-from pdxfer.demo.vllm_servers import (
-    ServerConfig,
-    VllmServer,
-    check_python,
-    connector_config,
-    free_port,
-    make_model,
-)
+from pdxfer.demo.vllm_servers import ServerConfig, VllmServer, check_python, connector_config, free_port, make_model
 from pdxfer.errors import DeadlineError, MisuseError, PdxferError, PeerError
 
 __all__ = ["CONNECTORS", "VllmOptions", "bench_vllm"]
@@ -55,17 +48,11 @@ _TIMES = ("prefill_ms", "decode_ms", "transfer_ms", "own_ms")
 
 #: Connector to its metrics: transfers and their seconds, bytes, and pieces posted.
 CONNECTORS: dict[str, dict[str, str]] = {
-    "pdxfer": {
-        "seconds": "vllm:pdxfer_transfer_seconds",
-        "bytes": "vllm:pdxfer_bytes_total",
-        "posted": "vllm:pdxfer_messages_total",
-    },
-    "nixl": {
-        "seconds": "vllm:nixl_xfer_time_seconds",
-        "bytes": "vllm:nixl_bytes_transferred_sum",
-        "posted": "vllm:nixl_num_descriptors_sum",
-    },
-}
+    "pdxfer": {"seconds": "vllm:pdxfer_transfer_seconds", "bytes": "vllm:pdxfer_bytes_total",
+               "posted": "vllm:pdxfer_messages_total"},
+    "nixl": {"seconds": "vllm:nixl_xfer_time_seconds", "bytes": "vllm:nixl_bytes_transferred_sum",
+             "posted": "vllm:nixl_num_descriptors_sum"},
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,11 +96,8 @@ def bench_vllm(options: VllmOptions, tick: Tick) -> dict[str, Any]:
             except PdxferError as error:
                 row["error"] = str(error)
     servers = f"{options.model}, vLLM TP {options.prefill_tp} to {options.decode_tp}"
-    return {
-        "what": f"{servers}, {options.repeats} prompts of each length",
-        "connectors": found,
-        "ratios": _ratios(found),
-    }
+    what = f"{servers}, {options.repeats} prompts of each length"
+    return {"what": what, "connectors": found, "ratios": _ratios(found)}
 
 
 def _ratios(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -121,10 +105,7 @@ def _ratios(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     rows = {c["connector"]: {row["prompt_tokens"]: row for row in c["rows"]} for c in found}
     ours, theirs = rows.get("pdxfer", {}), rows.get("nixl", {})
     return [
-        {
-            "prompt_tokens": n,
-            **{key: _quotient(theirs[n][key], ours[n][key]) for key in _TIMES},
-        }
+        {"prompt_tokens": n, **{key: _quotient(theirs[n][key], ours[n][key]) for key in _TIMES}}
         for n in sorted(ours.keys() & theirs.keys())
     ]
 
@@ -143,30 +124,19 @@ class _Pair:
         self._servers = [
             VllmServer(
                 ServerConfig(
-                    model=directory / options.model,
-                    directory=directory,
-                    name=f"{name}-{role}",
-                    tp=tp,
-                    connector=self._connector(),
-                    block_size=_BLOCK_SIZES[options.model],
-                    conv_layout="DS",
-                    python=options.python,
-                    cores=[cores[index % len(cores)]] if tp == 1 else (),
-                    arguments=SERVER_ARGUMENTS[options.model],
-                    environment=_side_channel(index),
+                    model=directory / options.model, directory=directory, name=f"{name}-{role}", tp=tp,
+                    connector=self._connector(), block_size=_BLOCK_SIZES[options.model], conv_layout="DS",
+                    python=options.python, cores=[cores[index % len(cores)]] if tp == 1 else (),
+                    arguments=SERVER_ARGUMENTS[options.model], environment=_side_channel(index),
                 )
             )
             for index, (role, tp) in enumerate([("prefill", options.prefill_tp), ("decode", options.decode_tp)])
-        ]
+        ]  # fmt: skip
 
     def _connector(self) -> dict[str, Any]:
         if self._name == "pdxfer":
             return connector_config("kv_both", call_s=60, stall_s=60)
-        return {
-            "kv_connector": "NixlConnector",
-            "kv_role": "kv_both",
-            "kv_buffer_device": "cpu",
-        }
+        return {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
 
     def started(self, tick: Tick) -> ExitStack:
         """Start both; leaving the result stops them."""
@@ -210,50 +180,31 @@ class _Pair:
         own_ms, answer = self._ask(1, prompt, logprobs=2, return_tokens_as_token_ids=True)
         best, second = sorted(answer["logprobs"]["top_logprobs"][0].values(), reverse=True)[:2]
         own = {"own_ms": own_ms, "own": answer["token_ids"], "lead": best - second}
-        return {
-            **found,
-            **own,
-            "transfers": spent["seconds_count"],
-            "bytes": spent["bytes"],
-            "posted": spent["posted"],
-        }
+        return {**found, **own, "transfers": spent["seconds_count"], "bytes": spent["bytes"], "posted": spent["posted"]}
 
     def _hand_off(self, prompt: Sequence[int]) -> dict[str, Any]:
         offer = {"do_remote_decode": True, "do_remote_prefill": False}
         prefill_ms, answer = self._ask(0, prompt, kv_transfer_params=offer)
         decode_ms, answer = self._ask(1, prompt, kv_transfer_params=answer["kv_transfer_params"])
-        return {
-            "prefill_ms": prefill_ms,
-            "decode_ms": decode_ms,
-            "token": answer["token_ids"],
-        }
+        return {"prefill_ms": prefill_ms, "decode_ms": decode_ms, "token": answer["token_ids"]}
 
     def _ask(self, server: int, prompt: Sequence[int], **fields: Any) -> tuple[float, dict[str, Any]]:
         """One token of a server: milliseconds, and the choice with the answer's ``kv_transfer_params``."""
         left_s, start_s = self._left_s(), time.perf_counter()
         answer = self._servers[server].complete(prompt, 1, timeout_s=min(left_s, _ANSWER_S), **fields)
         elapsed_ms = (time.perf_counter() - start_s) * 1e3
-        return elapsed_ms, {
-            **answer["choices"][0],
-            "kv_transfer_params": answer.get("kv_transfer_params"),
-        }
+        return elapsed_ms, {**answer["choices"][0], "kv_transfer_params": answer.get("kv_transfer_params")}
 
     def _left_s(self) -> float:
         left_s = self._end_s - time.monotonic()
         if left_s <= 0:
-            raise DeadlineError(
-                f"{self._name}: its share of --max-time is over",
-                hint="more time, or fewer repeats",
-            )
+            raise DeadlineError(f"{self._name}: its share of --max-time is over", hint="more time, or fewer repeats")
         return left_s
 
     def _counted(self) -> dict[str, float]:
         names, decode = CONNECTORS[self._name], self._servers[1]
         seconds = {f"seconds_{part}": decode.metric(f"{names['seconds']}_{part}") for part in ("sum", "count")}
-        return {
-            **seconds,
-            **{key: decode.metric(names[key]) for key in ("bytes", "posted")},
-        }
+        return {**seconds, **{key: decode.metric(names[key]) for key in ("bytes", "posted")}}
 
     def _counted_since(self, before: dict[str, float]) -> dict[str, float]:
         """What was counted since; vLLM publishes a step's counters a moment after its answer."""
@@ -272,10 +223,8 @@ class _Pair:
 
 def _side_channel(index: int) -> dict[str, str]:
     """Where NixlConnector's servers find each other; ours needs no port."""
-    return {
-        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
-        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port() + index * 8),
-    }
+    port = str(free_port() + index * 8)
+    return {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": port}
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:

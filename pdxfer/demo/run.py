@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pdxfer.bench.measure import contiguous_copy
 from pdxfer.demo.models import variant
 from pdxfer.demo.outcome import Held, Outcome, compare_states, kinds, timing
 from pdxfer.demo.worker import PATIENCE_S, PRELOAD, ROUNDS, Job, Link, array_from, rank_main
@@ -38,7 +39,9 @@ __all__ = ["ALL_PAIRS", "Options", "run_demo"]
 #: (prefill TP, decode TP) of ``--all``.
 ALL_PAIRS = ((4, 2), (2, 4), (3, 2), (1, 4))
 
-_COPY_BYTES = 64 << 20
+#: Options that an outcome repeats.
+_SHOWN = ("model", "prefill_tp", "decode_tp", "prompt_tokens", "prefill_page_tokens", "decode_page_tokens")
+_COPY_BYTES = 64 << 20  # larger than caches
 _SIGNAL_SEEN_S = 0.5
 
 
@@ -168,20 +171,11 @@ def _killed(processes: Sequence[_Process]) -> PeerError | None:
 
 def _job(options: Options, role: str, rank: int, tp: int, page_tokens: int, directory: str) -> Job:
     return Job(
-        role=role,
-        rank=rank,
-        tp=tp,
-        tp_sizes=(options.prefill_tp, options.decode_tp),
-        model=options.model,
-        seed=options.seed,
-        prompt_tokens=options.prompt_tokens,
-        steps=options.steps,
-        page_tokens=page_tokens,
-        transports=(options.transport,),
-        directory=directory,
-        timeout_s=options.timeout_s,
+        role=role, rank=rank, tp=tp, tp_sizes=(options.prefill_tp, options.decode_tp), model=options.model,
+        seed=options.seed, prompt_tokens=options.prompt_tokens, steps=options.steps, page_tokens=page_tokens,
+        transports=(options.transport,), directory=directory, timeout_s=options.timeout_s,
         sidecar=_socket(directory, role) if options.sidecar and role != "reference" else "",
-    )
+    )  # fmt: skip
 
 
 def _socket(directory: str, role: str) -> str:
@@ -227,7 +221,7 @@ def run_demo(options: Options, progress: Callable[[str], None] = lambda _: None)
         for group in (decode, prefill, reference):
             group.tell("end")
             group.gather("ended")
-        copy_bytes_per_s = _measure_copy()
+        copy_bytes_per_s = contiguous_copy(_COPY_BYTES, 5)
     progress("comparing states, logits and tokens")
     said = _Said(spec, source, rounds, generated, array_from(expected["logits"]), copy_bytes_per_s)
     return _outcome(options, said, time.perf_counter() - started_s)
@@ -246,17 +240,6 @@ def _hand_off(prefill: _Group, decode: _Group, addresses: list[list[Any]]) -> li
         if said["outcome"] != "completed":
             raise PeerError(f"{process.job.name}: its offer ended as {said['outcome']!r}")
     return states
-
-
-def _measure_copy() -> float:
-    """Bytes per second of one-pass memcpy, best of five, larger than caches."""
-    source, target = np.ones(_COPY_BYTES, np.uint8), np.empty(_COPY_BYTES, np.uint8)
-    best_s = float("inf")
-    for _ in range(5):
-        started_s = time.perf_counter()
-        np.copyto(target, source)
-        best_s = min(best_s, time.perf_counter() - started_s)
-    return _COPY_BYTES / best_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,12 +264,7 @@ def _outcome(options: Options, said: _Said, total_s: float) -> Outcome:
     network = [edge for edge in edges if not edge["relay"]]
     itemsize = {held.component: held.bits.itemsize for held in there}
     return Outcome(
-        model=options.model,
-        prefill_tp=options.prefill_tp,
-        decode_tp=options.decode_tp,
-        prompt_tokens=options.prompt_tokens,
-        prefill_page_tokens=options.prefill_page_tokens,
-        decode_page_tokens=options.decode_page_tokens,
+        **{name: getattr(options, name) for name in _SHOWN},
         transport="+".join(sorted({edge["transport"] for edge in network})),
         mode="+".join(sorted({edge["mode"] for edge in network})),
         compared_bytes=compared,

@@ -242,15 +242,9 @@ def _layout(job: Job, config: PretrainedConfig) -> Layout:
         storage = Storage(page_tokens=job.page_tokens, pages=pages, slots=4, latent_packed=False, taps_before=1)
         return layout_for_model(config, job.tp, storage, "per_layer")
     storage = Storage(
-        page_tokens=job.page_tokens,
-        pages=pages,
-        slots=4,
-        kv_order="HND",
-        kv_packed=True,
-        conv_order="TC",
-        state_order="VK",
-        taps_after=2,
-    )
+        page_tokens=job.page_tokens, pages=pages, slots=4, kv_order="HND", kv_packed=True, conv_order="TC",
+        state_order="VK", taps_after=2,
+    )  # fmt: skip
     return layout_for_model(config, job.tp, storage, "per_request")
 
 
@@ -396,19 +390,12 @@ def _figures(agent: Agent | SidecarAgent, received: Received) -> dict[str, Any]:
     """What the fetch cost, as plain values."""
     edges = [
         {
-            "source": e.source,
-            "target": e.target,
-            "relay": e.relay,
-            "transport": e.transport,
-            "mode": e.mode,
-            "seconds": dict(e.seconds),
-            "messages": e.messages,
-            "payload_bytes": e.payload_bytes,
-            "component_bytes": dict(e.component_bytes),
+            "relay": e.relay, "transport": e.transport, "mode": e.mode, "seconds": dict(e.seconds),
+            "messages": e.messages, "component_bytes": dict(e.component_bytes),
             "carried": _carried(agent, received, (e.source, e.target, e.relay)),
         }
         for e in received.edges
-    ]
+    ]  # fmt: skip
     return {"edges": edges, "seconds": dict(received.seconds)}
 
 

@@ -190,10 +190,8 @@ def _mamba2_ibm(f: Fields, layers: Layers) -> list[Component]:
             "mamba_n_heads",
             f"{heads} heads of {head_dim} do not make the inner width {inner} (mamba_d_ssm or expand x hidden)",
         )
-    groups = f.integer("mamba_n_groups")
-    return _mamba2(
-        f, layers, heads=heads, head_dim=head_dim, groups=groups, state="mamba_d_state", kernel="mamba_d_conv"
-    )
+    more: dict[str, Any] = {"groups": f.integer("mamba_n_groups"), "state": "mamba_d_state", "kernel": "mamba_d_conv"}
+    return _mamba2(f, layers, heads=heads, head_dim=head_dim, **more)
 
 
 def _mamba2_pure(f: Fields, layers: Layers) -> list[Component]:
@@ -204,19 +202,14 @@ def _mamba2_pure(f: Fields, layers: Layers) -> list[Component]:
 def _mamba2_plamo(f: Fields, layers: Layers) -> list[Component]:
     """PLaMo-2 convolves x only; B, C and dt are projected after it."""
     heads, head_dim = f.integer("mamba_num_heads"), f.integer("hidden_size_per_head")
-    state = {"heads": heads, "head_dim": head_dim, "state": f.integer("mamba_d_state")}
-    return [
-        _per_request(f, "S", layers, state, heads),
-        *_conv(f, layers, ("mamba_d_conv",), {"x": (heads * head_dim, heads)}),
-    ]
+    axes = {"heads": heads, "head_dim": head_dim, "state": f.integer("mamba_d_state")}
+    recurrent = _per_request(f, "S", layers, axes, heads)
+    return [recurrent, *_conv(f, layers, ("mamba_d_conv",), {"x": (heads * head_dim, heads)})]
 
 
 def _mamba1(f: Fields, layers: Layers, *, inner: int, state: str, kernel: str) -> list[Component]:
-    parts = {"x": (inner, inner)}
-    return [
-        _per_request(f, "S", layers, {"channels": inner, "state": f.integer(state)}, inner),
-        *_conv(f, layers, (kernel,), parts),
-    ]
+    recurrent = _per_request(f, "S", layers, {"channels": inner, "state": f.integer(state)}, inner)
+    return [recurrent, *_conv(f, layers, (kernel,), {"x": (inner, inner)})]
 
 
 def _mamba1_jamba(f: Fields, layers: Layers) -> list[Component]:
@@ -343,9 +336,8 @@ def _dense(model: str, f: Fields) -> CacheSpec:
         if f.has("sliding_window") and f.flag("use_sliding_window", default=not f.has("max_window_layers")):
             first_window = f.integer("max_window_layers", minimum=0)
             if model.endswith("_moe"):
-                raise f.error(
-                    "use_sliding_window", f"{model} does not say which layers have the window", hint="state layer_types"
-                )
+                what = f"{model} does not say which layers have the window"
+                raise f.error("use_sliding_window", what, hint="state layer_types")
         kinds = tuple("swa" if layer >= first_window else "gqa" for layer in range(count))
     f.agreed([kinds, f.mapped("attn_type_list", {1: "gqa"}) if f.has("attn_type_list") else None])
     return _spec(model, f, kinds, gqa=_gqa, swa=_swa)
@@ -388,10 +380,8 @@ def _indexed(f: Fields, kinds: tuple[str, ...]) -> tuple[str, ...]:
             modes = f.mapped(field, names, count=len(kinds))
             break
     else:
-        every, offset = (
-            f.integer("index_topk_freq", default=1),
-            f.integer("index_skip_topk_offset", minimum=0, default=2),
-        )
+        every = f.integer("index_topk_freq", default=1)
+        offset = f.integer("index_skip_topk_offset", minimum=0, default=2)
         modes = tuple("shared" if max(layer - offset + 1, 0) % every else "full" for layer in range(len(kinds)))
     return tuple(k.removesuffix("+index") if m == "shared" else k for k, m in zip(kinds, modes, strict=True))
 
@@ -436,11 +426,8 @@ _MAMBA_OR_ATTENTION = {"linear_attention": "mamba", "full_attention": "gqa"}
 def _jamba(model: str, f: Fields) -> CacheSpec:
     kinds = f.layer_types(_MAMBA_OR_ATTENTION)
     if kinds is None:
-        count, period, offset = (
-            f.layer_count(),
-            f.integer("attn_layer_period"),
-            f.integer("attn_layer_offset", minimum=0),
-        )
+        count, period = f.layer_count(), f.integer("attn_layer_period")
+        offset = f.integer("attn_layer_offset", minimum=0)
         if offset >= period:
             raise f.error("attn_layer_offset", f"is {offset}; it must be below attn_layer_period {period}")
         kinds = tuple("gqa" if layer % period == offset else "mamba" for layer in range(count))
@@ -524,9 +511,8 @@ def _gemma(model: str, f: Fields) -> CacheSpec:
     kinds = f.layer_types({"full_attention": "gqa", "sliding_attention": "swa"})
     if kinds is None:
         pattern = "sliding_window_pattern" if f.has("sliding_window_pattern") else "_sliding_window_pattern"
-        kinds = _required(
-            f, _every(f, pattern, "gqa", "swa") if f.has(pattern) else None, "layer_types", "sliding_window_pattern"
-        )
+        by_period = _every(f, pattern, "gqa", "swa") if f.has(pattern) else None
+        kinds = _required(f, by_period, "layer_types", "sliding_window_pattern")
     if model.startswith("gemma4") and kinds[-1] != "gqa":
         raise f.error("layer_types", "end in a window layer; Gemma 4 makes the last layer full")
     shared = f.integer("num_kv_shared_layers", minimum=0, maximum=len(kinds) - 1, default=0)

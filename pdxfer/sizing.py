@@ -38,7 +38,6 @@ __all__ = [
     "page_report",
     "parse_bytes",
     "parse_dtype",
-    "parse_rate",
     "size_report",
     "unify_pages",
 ]
@@ -48,7 +47,7 @@ SCHEMA_VERSION = 1
 _DTYPE_ALIASES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp8": "float8_e4m3fn", "half": "float16"}
 _UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
           "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}  # fmt: skip
-_QUANTITY = re.compile(r"\s*(\d{1,30}(?:\.\d{1,30})?)\s*([a-zA-Z/]*)\s*", re.ASCII)
+_QUANTITY = re.compile(r"\s*(\d{1,30}(?:\.\d{1,30})?)\s*([a-zA-Z]*)\s*", re.ASCII)
 #: Step in which vLLM grows the attention page: its kernels' least block.
 _ALIGNMENT_TOKENS, _ALIGNMENT_TOKENS_MLA = 16, 128
 
@@ -257,8 +256,10 @@ def size_report(
         MisuseError: the model can't be cut into ``tp`` ranks, or a count is not positive.
     """
     check_tp(spec, assumptions.tp)
-    if min(tokens, concurrency) < 1 or alignment_tokens < 0 or link_bytes_per_s < 0:
+    if min(tokens, concurrency) < 1 or alignment_tokens < 0:
         raise MisuseError(f"tokens {tokens} and concurrency {concurrency} must be at least 1, and no size negative")
+    if not 0 <= link_bytes_per_s < math.inf:
+        raise MisuseError(f"a link can't carry {link_bytes_per_s:g} B/s")
     components = tuple(_component_size(c, assumptions, tokens) for c in spec.components)
     unique = sum(c.bytes_per_request for c in components)
     transfer = None
@@ -439,30 +440,6 @@ def parse_bytes(text: str) -> int:
     if size > 1 << 60:
         raise MisuseError(f"{text!r} is more than any machine has")
     return math.floor(size)
-
-
-def parse_rate(text: str) -> float:
-    """Bytes per second from ``50GB/s``, ``400Gbps``, ``400Gbit/s``, or a bare number of GB/s.
-
-    Raises:
-        MisuseError: not a rate, or not above zero.
-    """
-    match = _QUANTITY.fullmatch(text)
-    unit = match[2] if match else "?"
-    bits = re.fullmatch(r"([kKMGT])(?:bps|bit/s|b/s)", unit)
-    size = re.fullmatch(r"([kKMGT]i?B)/s", unit)
-    if not unit:
-        scale = Fraction(_UNITS["gb"])
-    elif bits:
-        scale = Fraction(_UNITS[f"{bits[1].lower()}b"], 8)
-    elif size:
-        scale = Fraction(_UNITS[size[1].lower()])
-    else:
-        raise MisuseError(f"{text!r} is not a link speed", hint="write e.g. 50GB/s, or 400Gbps for bits")
-    rate = Fraction(match[1]) * scale if match else Fraction(0)
-    if not 0 < rate < 1 << 60:
-        raise MisuseError(f"{text!r} is not a possible link speed")
-    return float(rate)
 
 
 def _plain(value: Any) -> Any:

@@ -141,7 +141,7 @@ def _share_cells(share: ComponentShare) -> tuple[str, ...]:
 
 
 def _span(share: ComponentShare) -> str:
-    least, most = show.binary(share.least_bytes), show.binary(share.most_bytes)
+    least, most = show.binary(share.least_bytes_per_source), show.binary(share.most_bytes_per_source)
     return most if least == most else f"{least} to {most}"
 
 
@@ -180,9 +180,7 @@ def _print_totals(console: Console, report: PlanReport) -> None:
         f"Unique {show.binary(report.total('unique_bytes'))}; sent over the network {sent} in {report.messages():,}"
         f" messages of at most {show.binary(report.chunk_bytes)}{relays if report.total('relayed_bytes') else ''}",
         f"If every target rank fetched its own copy: {naive}, {report.dedup_ratio:.2f} times as much",
-        f"Plan: {len(report.plan.items):,} copy items, cold {report.cold_s * 1e3:.1f} ms (digests, plan, proof);"
-        f" per request {report.request_s * 1e3:.2f} ms (busiest target rank)",
-        f"Digest {report.plan.digest}",
+        f"Plan: {len(report.plan.items):,} copy items, digest {report.plan.digest}",
     )
     for line in lines:
         console.print(line, markup=False)

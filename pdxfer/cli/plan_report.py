@@ -6,18 +6,15 @@ report. Nothing is printed here.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
-
-import numpy as np
 
 from pdxfer.builders import PLACEMENTS, Parallel, Storage, build_layout
 from pdxfer.errors import MisuseError
 from pdxfer.hf_config import did_you_mean
-from pdxfer.layout import Layout, RankLayout
-from pdxfer.packing import EdgeProgram, RequestShape, Side
+from pdxfer.layout import Layout
+from pdxfer.packing import EdgeProgram, RequestShape
 from pdxfer.plan import Plan, make_plan
 from pdxfer.spec import DTYPE_BYTES, CacheSpec, Component, Growth
 
@@ -71,15 +68,15 @@ class ComponentShare:
     Attributes:
         unique_bytes: the global tensor, once.
         network_bytes: sent between the workers; relayed_bytes: passed on inside target hosts.
-        least_bytes, most_bytes: of what one source rank sends.
+        least_bytes_per_source, most_bytes_per_source: of what one source rank sends.
     """
 
     component: str
     unique_bytes: int
     network_bytes: int
     relayed_bytes: int
-    least_bytes: int
-    most_bytes: int
+    least_bytes_per_source: int
+    most_bytes_per_source: int
 
     @property
     def naive_bytes(self) -> int:
@@ -89,23 +86,16 @@ class ComponentShare:
     def to_json(self) -> dict[str, Any]:
         """Plain values with the two ratios; a request of 0 bytes has none."""
         return {
-            "component": self.component,
-            "unique_bytes": self.unique_bytes,
-            "network_bytes": self.network_bytes,
-            "relayed_bytes": self.relayed_bytes,
+            **asdict(self),
             "naive_bytes": self.naive_bytes,
             "network_to_unique": _ratio(self.network_bytes, self.unique_bytes),
             "dedup_ratio": _ratio(self.naive_bytes, self.network_bytes),
-            "least_bytes_per_source": self.least_bytes,
-            "most_bytes_per_source": self.most_bytes,
         }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanReport:
-    """One plan applied to one request. Times are of this process: ``cold_s`` for both digests, plan and proof;
-    ``request_s`` for the busiest target rank's programs and page addresses.
-    """
+    """One plan applied to one request."""
 
     plan: Plan
     tokens: int
@@ -113,8 +103,6 @@ class PlanReport:
     chunk_bytes: int
     pairs: tuple[Pair, ...]
     shares: tuple[ComponentShare, ...]
-    cold_s: float
-    request_s: float
 
     def total(self, field: str) -> int:
         """Sum of a field of ``ComponentShare``."""
@@ -149,14 +137,8 @@ class PlanReport:
             },
             "components": [share.to_json() for share in self.shares],
             "pairs": [
-                {
-                    "source": p.source, "target": p.target, "relay": p.relay, "bytes": p.nbytes, "messages": p.messages,
-                    "components": dict(p.components),
-                }
-                for p in self.pairs
+                {"bytes" if name == "nbytes" else name: value for name, value in asdict(p).items()} for p in self.pairs
             ],
-            "plan_cold_ms": self.cold_s * 1e3,
-            "per_request_ms": self.request_s * 1e3,
         }  # fmt: skip
 
 
@@ -264,9 +246,7 @@ def plan_report(source: Layout, target: Layout, *, tokens: int, first_token: int
     Raises:
         IncompatibleError: the pair can't be mapped. MisuseError: ``first_token`` is beyond ``tokens``.
     """
-    started = time.perf_counter()
     plan = make_plan(source, target, fan_out=fan_out)
-    cold_s = time.perf_counter() - started
     shape = RequestShape(kv_tokens=tokens, first_token=first_token)
     programs = [EdgeProgram(plan, edge, shape, chunk_bytes=chunk_bytes) for edge in plan.edges]
     return PlanReport(
@@ -276,8 +256,6 @@ def plan_report(source: Layout, target: Layout, *, tokens: int, first_token: int
         chunk_bytes=chunk_bytes,
         pairs=tuple(_pair(program) for program in programs),
         shares=tuple(_share(c, plan, programs, shape) for c in plan.target.spec.components),
-        cold_s=cold_s,
-        request_s=_request_seconds(plan, programs, shape, chunk_bytes),
     )
 
 
@@ -305,36 +283,6 @@ def _share(component: Component, plan: Plan, programs: list[EdgeProgram], shape:
         unique_bytes=len(component.layers) * (stop - first) * component.row_elems * DTYPE_BYTES[stored],
         network_bytes=sum(by_source.values()),
         relayed_bytes=relayed,
-        least_bytes=min(by_source.values()),
-        most_bytes=max(by_source.values()),
+        least_bytes_per_source=min(by_source.values()),
+        most_bytes_per_source=max(by_source.values()),
     )
-
-
-def _request_seconds(plan: Plan, programs: list[EdgeProgram], shape: RequestShape, chunk_bytes: int) -> float:
-    """Best of three: build the busiest target rank's programs and address their rows through page tables."""
-    load: dict[int, int] = {}
-    for program in programs:
-        load[program.edge.target] = load.get(program.edge.target, 0) + len(program.items)
-    busiest = max(load, key=lambda rank: load[rank])
-    edges = [edge for edge in plan.edges if edge.target == busiest]
-    rank = plan.target.ranks[busiest]
-    tables = _some_tables(rank, plan, shape)
-    best = float("inf")
-    for _ in range(3):
-        started = time.perf_counter()
-        side = Side(rank, [np.empty(0, np.uint8)] * len(rank.regions), tables)
-        for edge in edges:
-            EdgeProgram(plan, edge, shape, chunk_bytes=chunk_bytes).address(None, side)
-        best = min(best, time.perf_counter() - started)
-    return best
-
-
-def _some_tables(rank: RankLayout, plan: Plan, shape: RequestShape) -> dict[str, Any]:
-    """Page tables long enough for the request, in descending order; only their length matters here."""
-    tables: dict[str, Any] = {}
-    for h in rank.holdings:
-        _, stop = shape.rows(plan.target.spec[h.component])
-        pages = min(h.pages, -(-stop // h.page_rows))
-        if pages > len(tables.get(h.table, ())):
-            tables[h.table] = np.arange(pages, dtype=np.int64)[::-1]
-    return tables

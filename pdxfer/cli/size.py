@@ -36,8 +36,7 @@ __all__ = ["size"]
 @click.option("--overhead", default="0", metavar="SIZE", show_default=True, help="Activations, graphs and the like.")
 @click.option("--max-num-seqs", type=click.IntRange(1), help="Reserved requests.  [default: --concurrency]")
 @click.option("--page-alignment", type=click.IntRange(1), help="Step of the unified page.  [default: 16; MLA 128]")
-@click.option("--link-gbps", type=float, help="Link speed in Gbit/s: adds transfer times.")
-@click.option("--link", default="", metavar="SPEED", help="Link speed in GB/s, or with a unit (50GB/s, 400Gbps).")
+@click.option("--link-gbps", type=click.FloatRange(0), default=0.0, help="Link speed in Gbit/s: adds transfer times.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def size(
     model: str,
@@ -53,8 +52,7 @@ def size(
     overhead: str,
     max_num_seqs: int | None,
     page_alignment: int | None,
-    link_gbps: float | None,
-    link: str,
+    link_gbps: float,
     as_json: bool,
 ) -> None:
     """Show what a model's caches cost per token, per request and per rank.
@@ -77,7 +75,7 @@ def size(
         concurrency=concurrency,
         alignment_tokens=page_alignment or 0,
         memory=memory,
-        link_bytes_per_s=_link_rate(link_gbps, link),
+        link_bytes_per_s=link_gbps * 1e9 / 8,
     )
     if as_json:
         click.echo(json.dumps({"model": model, **report.to_json()}, indent=2))
@@ -104,16 +102,6 @@ def _ledger(
         max_num_seqs=max_num_seqs,
         tokens_per_request=tokens,
     )
-
-
-def _link_rate(link_gbps: float | None, link: str) -> float:
-    if link_gbps is not None and link:
-        raise MisuseError("--link and --link-gbps say the same thing", hint="give one of them")
-    from pdxfer.sizing import parse_rate
-
-    if link_gbps is not None:
-        return parse_rate(f"{link_gbps:f}Gbps")
-    return parse_rate(link) if link else 0
 
 
 def _print(model: str, report: SizeReport) -> None:

@@ -31,12 +31,7 @@ Rows = npt.NDArray[np.int64]
 Bits = npt.NDArray[Any]
 
 #: Integer dtype by element size in bytes.
-BIT_DTYPES: dict[int, np.dtype[Any]] = {
-    1: np.dtype(np.uint8),
-    2: np.dtype(np.int16),
-    4: np.dtype(np.int32),
-    8: np.dtype(np.int64),
-}
+BIT_DTYPES: dict[int, np.dtype[Any]] = {n: np.dtype(name) for n, name in ((1, "u1"), (2, "i2"), (4, "i4"), (8, "i8"))}
 
 
 class PagedCaches:
@@ -59,17 +54,16 @@ class PagedCaches:
         regions = self.rank.regions
         if len(buffers) != len(regions):
             raise MisuseError(f"rank {rank} has {len(regions)} regions, got {len(buffers)} buffers")
-        self._buffers = [
-            _as_bytes(buffer, shape.name, shape.nbytes) for buffer, shape in zip(buffers, regions, strict=True)
-        ]
+        self._buffers = [_as_bytes(b, shape.name, shape.nbytes) for b, shape in zip(buffers, regions, strict=True)]
         self._holdings: dict[tuple[str, int], Holding] = {}
         for holding in self.rank.holdings:
             self._add(holding)
         self._lock = threading.Lock()
         self._pool_of = self.rank.pools()
-        self._totals = {
-            pool: _capacity(self.rank.holdings, self._pool_of, pool) for pool in set(self._pool_of.values())
-        }
+        self._totals: dict[str, int] = {}
+        for h in self.rank.holdings:
+            pool = self._pool_of[h.table]
+            self._totals[pool] = min(self._totals.get(pool, h.pages), h.pages)
         self._free = {pool: _shuffled(total, f"{seed}/{rank}/{pool}") for pool, total in self._totals.items()}
         self._used: dict[str, set[int]] = {pool: set() for pool in self._totals}
 
@@ -201,10 +195,6 @@ def _as_bytes(buffer: Any, name: str, nbytes: int) -> npt.NDArray[np.uint8]:
     if flat.nbytes != nbytes:
         raise MisuseError(f"region {name!r} has {nbytes} B in the layout, the buffer has {flat.nbytes} B")
     return flat
-
-
-def _capacity(holdings: Sequence[Holding], pools: Mapping[str, str], pool: str) -> int:
-    return min(h.pages for h in holdings if pools[h.table] == pool)
 
 
 def _shuffled(total: int, seed: str) -> deque[int]:

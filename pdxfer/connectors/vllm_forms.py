@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from pdxfer.errors import IncompatibleError, MisuseError
 from pdxfer.layout import Box, Holding
@@ -110,46 +110,23 @@ class Piece:
         """As a holding of layer 0 at byte 0 of region 0."""
         strides = self.tensor.strides
         return Holding(
-            component=self.component,
-            layers=(0,),
-            regions=(0,),
-            offsets=(0,),
-            box=box,
-            dtype=self.tensor.dtype,
-            table=table,
-            strides=tuple(strides[axis] for axis in self.axes),
-            row_stride=0 if self.row is None else strides[self.row],
-            page_rows=self.page_rows,
-            page_stride=strides[self.page],
-            pages=self.pages,
+            component=self.component, layers=(0,), regions=(0,), offsets=(0,), box=box, dtype=self.tensor.dtype,
+            table=table, strides=tuple(strides[axis] for axis in self.axes), page_stride=strides[self.page],
+            row_stride=0 if self.row is None else strides[self.row], page_rows=self.page_rows, pages=self.pages,
             accepts=accepts,
-        )
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Tensor:
-    """A tensor, or a part of one, of one layer's cache: strides and offset in bytes."""
+class _Tensor(CacheView):
+    """A tensor, or a part of one, of one layer's cache; strides are in bytes here, too."""
 
     layer: str
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: str
-    storage: int
-    storage_bytes: int
-    offset: int
 
     @classmethod
     def of(cls, layer: str, view: CacheView) -> _Tensor:
         size = _itemsize(layer, view.dtype)
-        return cls(
-            layer=layer,
-            shape=view.shape,
-            strides=tuple(stride * size for stride in view.strides),
-            dtype=view.dtype,
-            storage=view.storage,
-            storage_bytes=view.storage_bytes,
-            offset=view.offset,
-        )
+        return cls(layer=layer, **{**asdict(view), "strides": tuple(stride * size for stride in view.strides)})
 
     def cut(self, axis: int, start: int, stop: int) -> _Tensor:
         """The part [start, stop) of one axis."""
@@ -160,13 +137,8 @@ class _Tensor:
         """What lies row-major from ``start_bytes`` on where the axes behind the first ``keep`` are."""
         size = _itemsize(self.layer, dtype)
         strides = tuple(size * math.prod(shape[i + 1 :]) for i in range(len(shape)))
-        return replace(
-            self,
-            shape=self.shape[:keep] + shape,
-            strides=self.strides[:keep] + strides,
-            dtype=dtype,
-            offset=self.offset + start_bytes,
-        )
+        shape, strides = self.shape[:keep] + shape, self.strides[:keep] + strides
+        return replace(self, shape=shape, strides=strides, dtype=dtype, offset=self.offset + start_bytes)
 
     def check_dense(self, component: str, keep: int) -> None:
         """Refuse gaps behind the first ``keep`` axes."""

@@ -100,9 +100,7 @@ def read_layout(
             layer, the component, the field and both values.
     """
     _refuse_strangers(groups, views)
-    reader = _Reader(
-        spec=spec, num_blocks=num_blocks, tp_rank=tp_rank, tp_size=tp_size, conv_order=conv_order, accepts=accepts
-    )
+    reader = _Reader(spec, num_blocks, tp_rank, tp_size, conv_order, accepts)
     tables = [table for group in groups if (table := reader.group(group, views)) is not None]
     reader.check_complete(range(spec.num_layers) if layers_held is None else layers_held)
     return RankTensors(rank=reader.finish(rank), tables=tuple(tables), storages=tuple(reader.storages))
@@ -126,7 +124,7 @@ class _Reader:
     """Reads group by group and collects this rank's holdings: one for all layers of the same geometry."""
 
     def __init__(
-        self, *, spec: CacheSpec, num_blocks: int, tp_rank: int, tp_size: int, conv_order: str, accepts: tuple[str, ...]
+        self, spec: CacheSpec, num_blocks: int, tp_rank: int, tp_size: int, conv_order: str, accepts: tuple[str, ...]
     ) -> None:
         self.spec, self.num_blocks, self.tp_rank, self.tp_size = spec, num_blocks, tp_rank, tp_size
         self.conv_order, self.accepts = conv_order, accepts
@@ -143,14 +141,8 @@ class _Reader:
             if (layer := self._layer(group, name)) is None:
                 continue
             components = {c.name: c for c in self.spec.layer_components(layer)}
-            pieces = find_pieces(
-                group,
-                name,
-                components,
-                views[name],
-                conv_order=self.conv_order,
-                box=partial(self._box, group, name),
-            )
+            box = partial(self._box, group, name)
+            pieces = find_pieces(group, name, components, views[name], conv_order=self.conv_order, box=box)
             mine = self._table(group, name, pieces)
             if table is not None and mine != table:
                 raise MisuseError(f"{name}: pages of one group differ: {mine} and {table}")
@@ -216,14 +208,9 @@ class _Reader:
             tokens = per_block * rows * self.spec[component].tokens_per_row
             check_same(name, component, "tokens of a block", tokens, group.block_tokens)
         return GroupTable(
-            name=_table_name(group),
-            group=group.index,
-            kind=group.kind,
-            page_rows=rows,
-            pages_per_block=per_block,
-            block_tokens=group.block_tokens,
-            mode=group.mode,
-        )
+            name=_table_name(group), group=group.index, kind=group.kind, page_rows=rows, pages_per_block=per_block,
+            block_tokens=group.block_tokens, mode=group.mode,
+        )  # fmt: skip
 
     def check_complete(self, layers_held: Sequence[int]) -> None:
         """Every component of the spec must have been found in each of its layers that is held."""

@@ -17,7 +17,7 @@ from pdxfer.control.convert import METHODS
 from pdxfer.errors import DeadlineError, MisuseError, PdxferError, PeerError, TicketError
 from pdxfer.messages import Complete, Describe
 from tests.certificates import Authority
-from tests.test_control import EPOCH, SESSION, WAIT_S, Handler, once_there
+from tests.controlled import EPOCH, SESSION, WAIT_S, Handler, once_there
 
 PREFILL, DECODE = "spiffe://prod/prefill/0", "spiffe://prod/decode/0"
 

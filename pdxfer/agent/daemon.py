@@ -31,7 +31,6 @@ import logging
 import os
 import socket
 import threading
-import time
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Protocol
@@ -112,11 +111,6 @@ class Daemon:
             self._health.set_serving(True, "live")
         _log.info("engines may attach at %s", self.config.socket)
 
-    @property
-    def health_addresses(self) -> tuple[str, ...]:
-        """Where probes ask."""
-        return self._health.contact_addresses if self._health is not None else ()
-
     def set_ready(self, ready: bool) -> None:
         """What readiness checks say of the whole; a daemon that drains stays not ready."""
         if self._health is not None:
@@ -155,14 +149,6 @@ class Daemon:
         with self._changed:
             engines = list(self._engines)
         return sum(engine.underway() for engine in engines)
-
-    def wait_idle(self, timeout_s: float) -> bool:
-        """Wait until nothing is underway; False when something still is."""
-        until_s = time.monotonic() + timeout_s
-        while self.underway():
-            if time.monotonic() >= until_s or self._closing.wait(0.02):
-                return False
-        return True
 
     def close(self) -> None:
         """End every engine's agent, then the sockets. Idempotent."""

@@ -213,11 +213,10 @@ class Journal:
         timeline.messages += len(program.chunks)
         self.mark(timeline, "read", f"by rank {reader}")
 
-    def count(self, name: str, *labels: str, by: int = 1) -> None:
+    def count(self, name: str, *labels: str) -> None:
         """Count what is no transfer's end; ``labels`` must come from bounded sets."""
         with self._lock:
-            key = (name, *labels)
-            self.counts[key] += by
+            self.counts[(name, *labels)] += 1
 
     @contextmanager
     def judging(self) -> Iterator[None]:

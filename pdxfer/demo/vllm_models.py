@@ -113,8 +113,8 @@ SERVER_ARGUMENTS: dict[str, tuple[str, ...]] = {
     "qwen3-next": (),
 }
 
-#: (tokens, of which shared with other prompts, seed of the rest): in greedy answers of 32 tokens to these, by the model
-#: of seed 0, the best logit is 0.12 or more above the next, and the last 16 tokens are at least six different ones.
+#: (tokens, of which shared with other prompts, seed of the rest): in greedy answers of 32 tokens to these, by
+#: the model, the best logit is 0.12 or more above the next, and the last 16 tokens are at least six different ones.
 _PROMPTS: dict[str, tuple[tuple[int, int, int], ...]] = {
     "deepseek-v3": (
         *((17, 0, 40), (33, 0, 28), (100, 0, 4), (384, 0, 2), (385, 0, 2), (513, 0, 35)),
@@ -134,8 +134,8 @@ _PROMPTS: dict[str, tuple[tuple[int, int, int], ...]] = {
 VLLM_MODELS: tuple[str, ...] = tuple(sorted(_FIELDS))
 
 
-def save_vllm_model(name: str, directory: Path, *, seed: int = 0) -> Path:
-    """Write the checkpoint of model ``name`` to ``directory`` and return it; the same bytes for the same seed.
+def save_vllm_model(name: str, directory: Path) -> Path:
+    """Write the checkpoint of model ``name`` to ``directory`` and return it; the same bytes each time.
 
     Raises:
         MisuseError: unknown name.
@@ -144,7 +144,7 @@ def save_vllm_model(name: str, directory: Path, *, seed: int = 0) -> Path:
 
     if name not in _FIELDS:
         raise MisuseError(f"there is no vLLM demo model {name!r}", hint=f"choose one of {', '.join(VLLM_MODELS)}")
-    model = _build(name, seed)
+    model = _build(name)
     model.to(torch.bfloat16).save_pretrained(directory)
     path = directory / "config.json"
     config = json.loads(path.read_text()) | _ONLY_VLLM.get(name, {})
@@ -153,7 +153,7 @@ def save_vllm_model(name: str, directory: Path, *, seed: int = 0) -> Path:
 
 
 def demo_prompts(name: str) -> list[list[int]]:
-    """Prompts of 17 to 1,500 tokens for model ``name`` of seed 0, without near ties; the last four begin alike."""
+    """Prompts of 17 to 1,500 tokens for model ``name``, without near ties; the last four begin alike."""
     return [_stream(0, shared) + _stream(seed, tokens - shared) for tokens, shared, seed in _PROMPTS[name]]
 
 
@@ -161,15 +161,15 @@ def _stream(seed: int, tokens: int) -> list[int]:
     return random.Random(seed).choices(range(VOCABULARY), k=tokens)  # noqa: S311 # nothing here is a secret
 
 
-def _build(name: str, seed: int) -> PreTrainedModel:
-    """The model in fp32, with weights that depend on its parameters' names and the seed only."""
+def _build(name: str) -> PreTrainedModel:
+    """The model in fp32, with weights that depend on its parameters' names only."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model_type, fields = _FIELDS[name]
     config = AutoConfig.for_model(model_type, **{**_COMMON, **fields})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for key, parameter in sorted(model.named_parameters()):
             parameter.copy_(_weights(key, parameter, generator))

@@ -39,6 +39,7 @@ _WAIT_S = 10 * HANG_S
 BYTES_PER_BYTE, BYTES_AT_ALL = 16, 1 << 20
 _LONGEST = 64 << 10
 _POOL, _POOLED_BYTES = 512, 4096
+_FINDS_MAX = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,7 @@ def _hang(decode: Callable[[bytes], object], data: bytes, cpu_s: float, clock_s:
     return f"it took {cpu_s:.2f} s of CPU time, {clock_s:.2f} s" if cpu_s >= HANG_S or clock_s >= _WAIT_S else ""
 
 
-def fuzz(name: str, inputs: Iterator[bytes] | int, *, seed: int = 0, finds_max: int = 10) -> Report:
+def fuzz(name: str, inputs: Iterator[bytes] | int, *, seed: int = 0) -> Report:
     """Try a decoder with so many mutations of its seeds and corpus, or with the inputs given."""
     report, (decode, seeds) = Report(decoder=name), DECODERS[name]()
     pool = [*seeds, *read_corpus(name)]
@@ -124,7 +125,7 @@ def fuzz(name: str, inputs: Iterator[bytes] | int, *, seed: int = 0, finds_max: 
                 pool.append(data)  # what is accepted is a step towards what is accepted and rare
             if why:
                 report.finds.append(Find(data, why))
-                if len(report.finds) >= finds_max:
+                if len(report.finds) >= _FINDS_MAX:
                     break
     finally:
         if ours:

@@ -35,6 +35,7 @@ __all__ = [
 
 _TP_SIZES = (1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 4, 4, 4, 6, 6, 8, 16)
 _REPLICATED = Ownership(rule=Rule.REPLICATED)
+_LAYERS_PER_KIND, _WINDOW = 2, 6  # of a small spec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,14 +74,14 @@ class Case:
 # ---------------------------------------------------------------- specs
 
 
-def shrink_spec(spec: CacheSpec, *, layers_per_kind: int = 2, window: int = 6) -> CacheSpec:
+def shrink_spec(spec: CacheSpec) -> CacheSpec:
     """A small spec of the same structure.
 
     Kept: components, growth, rules, units (heads and groups, so what divides still divides), taps, rows per
     token, layers of every kind in their order, the last layer, and which widths are equal or greater.
     Shrunk: layer count, widths, windows, and units above 512 (Mamba-1 and short convolutions cut by channel).
     """
-    kept = _kept_layers(spec, layers_per_kind)
+    kept = _kept_layers(spec)
     number = {layer: i for i, layer in enumerate(kept)}
     widths = {w: i + 2 for i, w in enumerate(sorted({w for c in spec.components for w in _widths(c)}))}
     components = []
@@ -89,10 +90,8 @@ def shrink_spec(spec: CacheSpec, *, layers_per_kind: int = 2, window: int = 6) -
         units = own.units if own.units <= 512 else _halved(own.units)
         axes = tuple(Axis(name=a.name, extent=_shrunk_extent(c, a, units, widths)) for a in c.axes)
         layers = tuple(number[x] for x in c.layers if x in number)
-        small = replace(own, units=units)
-        components.append(
-            replace(c, layers=layers, axes=axes, ownership=small, window=min(c.window, window) if c.window else 0)
-        )
+        small, window = replace(own, units=units), min(c.window, _WINDOW)
+        components.append(replace(c, layers=layers, axes=axes, ownership=small, window=window))
     return replace(spec, num_layers=len(kept), components=tuple(components))
 
 
@@ -102,13 +101,13 @@ def _halved(units: int) -> int:
     return units
 
 
-def _kept_layers(spec: CacheSpec, per_kind: int) -> list[int]:
+def _kept_layers(spec: CacheSpec) -> list[int]:
     seen: dict[tuple[str, ...], int] = {}
     kept = []
     for layer in range(spec.num_layers):
         kind = tuple(c.name for c in spec.layer_components(layer))
         seen[kind] = seen.get(kind, 0) + 1
-        if seen[kind] <= per_kind or layer == spec.num_layers - 1:
+        if seen[kind] <= _LAYERS_PER_KIND or layer == spec.num_layers - 1:
             kept.append(layer)
     return kept
 

@@ -216,7 +216,8 @@ class Journal:
     def count(self, name: str, *labels: str) -> None:
         """Count what is no transfer's end; ``labels`` must come from bounded sets."""
         with self._lock:
-            self.counts[(name, *labels)] += 1
+            key = (name, *labels)
+            self.counts[key] += 1
 
     @contextmanager
     def judging(self) -> Iterator[None]:

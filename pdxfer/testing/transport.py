@@ -11,16 +11,12 @@ fault wrappers of ``pdxfer.testing.faults`` are exported here too.
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -28,101 +24,30 @@ import pytest
 from pdxfer.agent.spawn import module_command
 from pdxfer.errors import DeadlineError, MisuseError, TransportError
 from pdxfer.testing.faults import Fault, FaultPlan, FaultyTransport
+from pdxfer.testing.joined import (
+    LONG_S,
+    MIB,
+    Pair,
+    connect_pair,
+    fill_window,
+    grown,
+    in_thread,
+    offsets,
+    resources,
+    until_raises,
+)
 from pdxfer.testing.transport_peer import EXPORT_NBYTES
 from pdxfer.transport import (
     MAX_HEADER_BYTES,
     WINDOW_MESSAGES,
     Channel,
-    Listener,
     RegionDescriptor,
     Sending,
     Transport,
     parse_address,
 )
-from pdxfer.transport.runs import Runs
 
 __all__ = ["Fault", "FaultPlan", "FaultyTransport", "Pair", "TransportConformance", "connect_pair", "offsets"]
-
-#: Long enough for anything that must happen, on a machine that is busy with other things.
-LONG_S = 60.0
-MIB = 1 << 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
-    """Two transports and a channel between them: ``left`` connected, ``right`` accepted."""
-
-    left_transport: Transport
-    right_transport: Transport
-    listener: Listener
-    left: Channel
-    right: Channel
-
-
-def offsets(*values: int) -> Runs:
-    """Return an int64 array, as ``read_runs`` wants it."""
-    return np.array(values, np.int64)
-
-
-def connect_pair(left: Transport, listener: Listener) -> tuple[Channel, Channel]:
-    """Connect ``left`` to ``listener``, both in this process; returns the connected and the accepted end."""
-    with ThreadPoolExecutor(1) as pool:
-        accepted = pool.submit(listener.accept, LONG_S)
-        return left.connect(listener.contact_address, timeout_s=LONG_S), accepted.result()
-
-
-def _in_thread(call: Callable[[], object]) -> Future[object]:
-    """Run ``call`` in a thread of its own, which has begun when this returns."""
-    begun, future = threading.Event(), Future[object]()
-
-    def run() -> None:
-        begun.set()
-        try:
-            future.set_result(call())
-        except BaseException as error:  # noqa: BLE001 - the thread that asks for the result gets it
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    begun.wait(LONG_S)
-    return future
-
-
-def _until_raises(error: type[Exception], call: Callable[[], object]) -> None:
-    """Call until it raises ``error``, at most LONG_S: for what a peer's end notices only a little later."""
-    give_up_at_s = time.monotonic() + LONG_S
-
-    def call_on() -> None:
-        while time.monotonic() < give_up_at_s:
-            call()
-
-    with pytest.raises(error):
-        call_on()
-
-
-def _fill_window(channel: Channel, payload: memoryview) -> list[Sending]:
-    """Send until there is no room for another message, which must come soon."""
-    sendings: list[Sending] = []
-
-    def send_on() -> None:
-        while len(sendings) < 100 * WINDOW_MESSAGES:
-            sendings.append(channel.send_all(b"", payload, timeout_s=0))
-
-    with pytest.raises(DeadlineError):
-        send_on()
-    return sendings
-
-
-def _resources() -> dict[str, int]:
-    """What this process holds that a leak would show in."""
-    with open("/proc/self/maps") as maps:
-        mapped = sum("pdxfer" in line for line in maps)
-    return {"fds": len(os.listdir("/proc/self/fd")), "threads": len(os.listdir("/proc/self/task")), "maps": mapped}
-
-
-def _grown(before: dict[str, int]) -> dict[str, tuple[int, int]]:
-    """What is more now than ``before``; three uses that leak one thing each can't hide behind a late thread."""
-    now = _resources()
-    return {what: (before[what], now[what]) for what in now if now[what] > before[what]}
 
 
 class TransportConformance:
@@ -214,7 +139,7 @@ class TransportConformance:
                 payload = region.view[i * 64 : (i + 1) * 64] if i % 3 else None
                 pair.left.send_all(str(i).encode(), payload, timeout_s=LONG_S)
 
-        sent = _in_thread(send)
+        sent = in_thread(send)
         for i in range(count):
             with pair.right.receive(timeout_s=LONG_S) as message:
                 assert message.header == str(i).encode()
@@ -230,7 +155,7 @@ class TransportConformance:
             for piece in pieces:
                 pair.left.send_all(b"big", piece, timeout_s=LONG_S)
 
-        sent = _in_thread(send)
+        sent = in_thread(send)
         for piece in pieces:
             with pair.right.receive(timeout_s=LONG_S) as message:
                 assert message.payload == piece
@@ -244,14 +169,14 @@ class TransportConformance:
                 for _ in range(100):
                     channel.send_all(b"t", region.view, timeout_s=LONG_S)
 
-            sent, received = _in_thread(send), 0
+            sent, received = in_thread(send), 0
             for _ in range(100):
                 with channel.receive(timeout_s=LONG_S) as message:
                     received += message.payload.nbytes
             sent.result(LONG_S)
             return received
 
-        other = _in_thread(lambda: talk(pair.right_transport, pair.right))
+        other = in_thread(lambda: talk(pair.right_transport, pair.right))
         assert talk(pair.left_transport, pair.left) == other.result(LONG_S) == 100 * 4096
 
     def test_payload_is_valid_until_release(self, pair: Pair) -> None:
@@ -275,7 +200,7 @@ class TransportConformance:
             assert [s.done for s in sendings] == [False] * 3
             with pytest.raises(DeadlineError):
                 sendings[0].wait(0)
-        waiting = [_in_thread(lambda s=s: s.wait(LONG_S)) for s in sendings]  # type: ignore[misc]
+        waiting = [in_thread(lambda s=s: s.wait(LONG_S)) for s in sendings]  # type: ignore[misc]
         messages[2].release()
         waiting[2].result(LONG_S)
         if self.done_means_released:
@@ -290,7 +215,7 @@ class TransportConformance:
         region, sendings = pair.left_transport.allocate(64), list[Sending]()
         for _ in range(WINDOW_MESSAGES):
             sendings.append(pair.left.send_all(b"", region.view, timeout_s=LONG_S))
-        sendings += _fill_window(pair.left, region.view)
+        sendings += fill_window(pair.left, region.view)
         for _ in sendings:
             pair.right.receive(timeout_s=LONG_S).release()
         with pytest.raises(DeadlineError):
@@ -324,13 +249,13 @@ class TransportConformance:
         assert pair.right.receive(timeout_s=LONG_S).header == b"fine"
 
     def test_two_threads_on_one_side_are_refused(self, pair: Pair) -> None:
-        blocked = _in_thread(lambda: pair.right.receive(timeout_s=LONG_S))
+        blocked = in_thread(lambda: pair.right.receive(timeout_s=LONG_S))
 
         def receive() -> None:
             with pytest.raises(DeadlineError):  # until the other thread is inside
                 pair.right.receive(timeout_s=0)
 
-        _until_raises(MisuseError, receive)
+        until_raises(MisuseError, receive)
         pair.left.send_all(b"one", timeout_s=LONG_S)
         assert blocked.result(LONG_S)
 
@@ -384,7 +309,7 @@ class TransportConformance:
         assert pair.right.receive(timeout_s=LONG_S).header == b"h"
 
     def test_close_unblocks_receive(self, pair: Pair) -> None:
-        blocked = _in_thread(lambda: pair.right.receive(timeout_s=LONG_S))
+        blocked = in_thread(lambda: pair.right.receive(timeout_s=LONG_S))
         pair.right.close()
         with pytest.raises(TransportError):
             blocked.result(LONG_S)
@@ -393,10 +318,10 @@ class TransportConformance:
 
     def test_close_unblocks_senders(self, pair: Pair) -> None:
         region = pair.left_transport.allocate(64)
-        sendings = _fill_window(pair.left, region.view)
-        blocked = [_in_thread(lambda: pair.left.send_all(b"", region.view, timeout_s=LONG_S))]
+        sendings = fill_window(pair.left, region.view)
+        blocked = [in_thread(lambda: pair.left.send_all(b"", region.view, timeout_s=LONG_S))]
         if self.done_means_released:
-            blocked += [_in_thread(lambda s=s: s.wait(LONG_S)) for s in sendings[:3]]  # type: ignore[misc]
+            blocked += [in_thread(lambda s=s: s.wait(LONG_S)) for s in sendings[:3]]  # type: ignore[misc]
         pair.left.close()
         for future in blocked:
             with pytest.raises(TransportError):
@@ -405,7 +330,7 @@ class TransportConformance:
     def test_close_unblocks_accept(self) -> None:
         with self.make_transport() as transport:
             listener = transport.listen()
-            blocked = _in_thread(lambda: listener.accept(LONG_S))
+            blocked = in_thread(lambda: listener.accept(LONG_S))
             listener.close()
             with pytest.raises(TransportError):
                 blocked.result(LONG_S)
@@ -440,7 +365,7 @@ class TransportConformance:
     def test_peer_close_reaches_a_sender(self, pair: Pair) -> None:
         region = pair.left_transport.allocate(64)
         pair.right.close()
-        _until_raises(TransportError, lambda: pair.left.send_all(b"", region.view, timeout_s=LONG_S))
+        until_raises(TransportError, lambda: pair.left.send_all(b"", region.view, timeout_s=LONG_S))
         assert pair.left.closed
 
     def test_peer_close_reaches_who_waits_for_release(self, pair: Pair) -> None:
@@ -476,12 +401,12 @@ class TransportConformance:
                 assert (
                     connected.receive(timeout_s=LONG_S).header == accepted.receive(timeout_s=LONG_S).header == b"after"
                 )
-            _until_raises(TransportError, lambda: pairs[5][1].receive(timeout_s=LONG_S))
+            until_raises(TransportError, lambda: pairs[5][1].receive(timeout_s=LONG_S))
 
     def test_several_threads_accept(self) -> None:
         with self.make_transport() as hub, self.make_transport() as spoke:
             listener = hub.listen()
-            accepting = [_in_thread(lambda: listener.accept(LONG_S)) for _ in range(4)]
+            accepting = [in_thread(lambda: listener.accept(LONG_S)) for _ in range(4)]
             connected = [spoke.connect(listener.contact_address, timeout_s=LONG_S) for _ in range(4)]
             assert len({id(future.result(LONG_S)) for future in accepting}) == len(connected)
 
@@ -489,8 +414,8 @@ class TransportConformance:
         with self.open_pair() as pair:
             region = pair.right_transport.allocate(10)
             blocked = [
-                _in_thread(lambda: pair.right.receive(timeout_s=LONG_S)),
-                _in_thread(lambda: pair.listener.accept(LONG_S)),
+                in_thread(lambda: pair.right.receive(timeout_s=LONG_S)),
+                in_thread(lambda: pair.listener.accept(LONG_S)),
             ]
             pair.right_transport.close()
             for future in blocked:
@@ -620,8 +545,8 @@ class TransportConformance:
             region = transport.allocate(MIB)
             sending = channel.send_all(b"hold", region.view, timeout_s=LONG_S)
             assert channel.receive(timeout_s=LONG_S).header == b"held"
-            receiving = _in_thread(lambda: channel.receive(timeout_s=LONG_S))
-            waiting = _in_thread(lambda: sending.wait(LONG_S))
+            receiving = in_thread(lambda: channel.receive(timeout_s=LONG_S))
+            waiting = in_thread(lambda: sending.wait(LONG_S))
             process.send_signal(signal.SIGKILL)
             with pytest.raises(TransportError):
                 receiving.result(LONG_S)
@@ -657,17 +582,17 @@ class TransportConformance:
                 channel.send_all(b"echo", region.view, timeout_s=LONG_S)
                 message = channel.receive(timeout_s=LONG_S)
                 process.send_signal(signal.SIGKILL)
-                _until_raises(TransportError, lambda: channel.receive(timeout_s=LONG_S))
+                until_raises(TransportError, lambda: channel.receive(timeout_s=LONG_S))
                 assert message.payload.nbytes == MIB  # what we had stays readable
 
         self._check_leaks(use)
 
     def _check_leaks(self, use: Callable[[], None]) -> None:
         use()  # the first time may load libraries and start threads that stay
-        before = _resources()
+        before = resources()
         for _ in range(3):
             use()
         give_up_at_s = time.monotonic() + LONG_S / 3
-        while (grown := _grown(before)) and time.monotonic() < give_up_at_s:
+        while (more := grown(before)) and time.monotonic() < give_up_at_s:
             time.sleep(0.01)  # threads of libraries end a moment after they were asked to
-        assert not grown
+        assert not more

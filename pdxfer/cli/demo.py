@@ -117,6 +117,10 @@ def _demo_transformers(values: dict[str, Any], every: bool, chosen: list[str], a
         print_summary(show.console(120), outcomes)
     else:
         print_outcome(show.console(120), outcomes[0])
+    return _exit_code(outcomes)
+
+
+def _exit_code(outcomes: list[Outcome]) -> int:
     if all(outcome.ok for outcome in outcomes):
         return 0
     return 1 if all(outcome.state_ok for outcome in outcomes) else CorruptError.exit_code

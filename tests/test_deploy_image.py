@@ -87,7 +87,8 @@ try:
         engine.attach(layout, engine.allocate(layout.ranks[0]))
         engine.start()
         seen["address"] = engine.address
-        seen["status"], seen["doctor"] = run("pdxfer", "status", "--json"), run("pdxfer", "doctor", "--json")
+        seen["status"] = run("pdxfer", "status", "--json")
+        seen["doctor"] = run("pdxfer", "doctor", "--json", *told["start"][2:])
         seen["readyz"], seen["metrics"], seen["statusz"] = map(get, ("/readyz", "/metrics", "/statusz"))
         seen["stop"] = run(*told["stop"])
         seen["unready"], seen["live"] = until("", "NOT_SERVING"), health("live")
@@ -178,7 +179,9 @@ def test_the_pod_s_agent_runs_as_its_manifest_says(opt, tmp_path):
     assert seen["status"][0] == 0
     assert json.loads(seen["status"][1])["agents"][0]["worker"] == "prefill-0"
     found = json.loads(seen["doctor"][1])["checks"]
-    assert seen["doctor"][0] == 0
+    assert seen["doctor"][0] == 0, found
+    assert (found["config"]["values"]["status"], found["sockets"]["engines"]["status"]) == ("ok", "ok")
+    assert f"tcp://{POD_IP}:7000" in found["sockets"]["bind"]["what"], "the config that the agent has"
     assert [found["kubernetes"][check]["status"] for check in ("grace", "sidecar")] == ["ok", "ok"]
     assert found["versions"]["kernel"]["what"] == "native copy kernel"
     assert found["sockets"]["directory"]["status"] == "ok"

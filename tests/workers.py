@@ -22,6 +22,8 @@ from pdxfer import wire
 from pdxfer.agent import Agent, AgentConfig, Fetch, Received, SidecarAgent
 from pdxfer.agent.config import DaemonConfig
 from pdxfer.agent.daemon import Daemon
+from pdxfer.agent.journal import component_kind
+from pdxfer.agent.reasons import reason_of
 from pdxfer.builders import Parallel, Storage, build_layout
 from pdxfer.errors import PeerError, TransportError
 from pdxfer.layout import Layout
@@ -235,14 +237,29 @@ def _daemon(directory: str, config: dict[str, Any]) -> Daemon:
     return Daemon(DaemonConfig(socket=f"{directory}/{secrets.token_hex(4)}/s", agent=agent))
 
 
+def _check_counted(fetch: Fetch) -> None:
+    """Whatever ended a fetch has moved its counter, and is in its timeline. (In a sidecar both are the daemon's.)"""
+    if not isinstance(fetch, Fetch):
+        return
+    timeline, counts = fetch.timeline, fetch.agent.journal.counts
+    reason = reason_of(timeline.reason).name
+    assert timeline.outcome in ("failed", "cancelled"), timeline
+    assert counts["transfer_failures", "target", reason], (reason, counts)
+    assert counts["transfers", timeline.transport, "target", timeline.outcome], counts
+    if reason == "CORRUPT":
+        kind = component_kind(timeline.component)
+        assert counts["integrity_failures", kind, timeline.transport], counts
+
+
 def settle(fetches: Sequence[Fetch]) -> list[Received]:
-    """Wait for all; raise the first error, the cause before those who heard of it from a sibling."""
+    """Wait for all; raise the first error, the cause before those who heard of it from a sibling; each is counted."""
     received, errors = [], []
     for fetch in fetches:
         try:
             received.append(fetch.wait())
         except Exception as error:
             errors.append(error)
+            _check_counted(fetch)
     for error in sorted(errors, key=lambda e: type(e) is PeerError):
         for done in received:
             done.release()

@@ -39,8 +39,7 @@ def doctor(admin: str, as_json: bool, peer: str, quiet: bool, **sources: Any) ->
 
     answer = _ask_peer(admin, peer) if peer else None
     try:
-        config = load(**sources).config
-        machine = Machine.of(config, running=_is_running(admin), answer=answer)
+        machine = Machine.of(load(**sources), running=_is_running(admin), answer=answer)
     except MisuseError as error:
         machine = Machine(refused=error, answer=answer)
     found = examine(machine)

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pdxfer.errors import MisuseError, PdxferError
 
 if TYPE_CHECKING:
-    from pdxfer.agent.config import DaemonConfig
+    from pdxfer.config import Loaded
 
 __all__ = ["CHECKS", "Finding", "Machine", "examine"]
 
@@ -99,13 +99,13 @@ class Machine:
     answer: Mapping[str, Any] | PdxferError | None = None
 
     @classmethod
-    def of(cls, config: DaemonConfig, **more: Any) -> Machine:
-        """This machine, for a daemon with this config."""
-        agent = config.agent
+    def of(cls, loaded: Loaded, **more: Any) -> Machine:
+        """This machine, for a daemon with this config. A socket that nobody named may not be meant at all."""
+        agent, named = loaded.config.agent, loaded.origins["socket"] != "default"
         schemes = _installed() if agent.transports == ("auto",) else agent.transports
         return cls(
             transports=schemes, addresses=(*agent.control, *agent.listen.values()), tls=agent.tls,
-            socket=config.socket, keys=agent.ticket_keys, insecure=agent.insecure,
+            socket=loaded.config.socket if named else "", keys=agent.ticket_keys, insecure=agent.insecure,
             need_bytes=agent.arena_bytes * len(schemes), **more,
         )  # fmt: skip
 
@@ -154,7 +154,7 @@ def _socket(m: Machine) -> Finding:
     from pdxfer.agent.frames import check_private
 
     if not m.socket:
-        return Finding("skip", "no socket is set")
+        return Finding("skip", "no socket is named")
     directory = os.path.dirname(m.socket)
     above = directory
     while not os.path.isdir(above):

@@ -39,6 +39,7 @@ from pdxfer.errors import (
     TransportError,
 )
 from pdxfer.kernels import Offsets, as_buffer, settle
+from pdxfer.lanes import lane
 from pdxfer.messages import Mode
 from pdxfer.packing import Buffers, Chunk, EdgeProgram, Segment, Side
 from pdxfer.transfer import Cancel, Intake
@@ -145,12 +146,14 @@ class EdgeReader:
         window: int = 2,
         digests: bool = True,
         kernel: str = "auto",
+        copy_threads: int = 0,
         greeted: tuple[Intake, wire.Opened] | None = None,
     ) -> None:
         self.transfer, self.generation, self.session, self.mode = transfer, generation, session, mode
         self.program, self.target, self.peer, self.cancel = program, target, peer, cancel
         self.deadline_s, self.renew, self.stats = deadline_s, renew, stats
         self.window, self.digests, self.kernel, self.greeted = window, digests, kernel, greeted
+        self.copy_threads = copy_threads
 
     def run(self) -> None:
         """Read the whole edge into the target's pages, verified.
@@ -234,7 +237,10 @@ class EdgeReader:
         """Put one chunk's segments into the target's pages; returns the digest of what lies there, for each."""
         found: list[bytes | None] = []
         payload = np.empty(0, np.uint8) if message is None else np.frombuffer(message.payload, np.uint8)
-        with self.stats.stage("unpack" if source is None else "move"):
+        with (
+            lane(chunk.nbytes, self.copy_threads, digests=self.digests),
+            self.stats.stage("unpack" if source is None else "move"),
+        ):
             for index, segment in enumerate(chunk.segments):
                 self.cancel.check()
                 converts = self.program.items[segment.item].converts

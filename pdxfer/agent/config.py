@@ -38,6 +38,8 @@ class AgentConfig:
             peer the quickest by estimate (``choice.py``). transport_options: by scheme.
         listen: data addresses to bind, by scheme (``tcp://host:port``); others bind a private one of this host.
         mode: ``auto``, ``packed`` or ``direct``. kernel: ``auto``, ``native``, ``numpy`` or ``torch``.
+        copy_threads: chunks that this process copies or digests at a time, all its agents together; 0 is half the
+            cores with digests, for the source's take the others, and no bound without.
         arena_bytes: bound of the staging memory of one transport; chunk_bytes: bound of a message.
         window: chunks underway per edge; lease_s: how long an offer waits for its next sign of life.
         hold_max_s: how long an offer may be held, by renewals, before anybody opens it.
@@ -58,6 +60,7 @@ class AgentConfig:
     listen: Mapping[str, str] = field(default_factory=dict)
     mode: str = "auto"
     kernel: str = "auto"
+    copy_threads: int = 0
     digests: bool = True
     arena_bytes: int = 64 << 20
     chunk_bytes: int = 8 << 20
@@ -93,6 +96,8 @@ class AgentConfig:
         if self.kernel not in ("auto", *KERNELS) or (self.kernel == "native" and not native_available()):
             known = [k for k in KERNELS if k != "native" or native_available()]
             raise MisuseError(f"kernel {self.kernel!r} is not here; there are auto, {', '.join(known)}")
+        if self.copy_threads < 0:
+            raise MisuseError(f"copy_threads must be 0 (our choice) or more, got {self.copy_threads}")
         if not 4096 <= self.chunk_bytes <= self.arena_bytes:
             raise MisuseError(f"chunk_bytes {self.chunk_bytes} must be in [4096, arena_bytes {self.arena_bytes}]")
         if not all(0 < s < math.inf for s in (self.lease_s, self.hold_max_s, self.call_s, self.stall_s)):

@@ -431,7 +431,7 @@ class Fetch:
             transfer=self.ticket.transfer, generation=opened.generation, session=opened.session, mode=opened.mode,
             program=program, target=self.side, peer=channel, cancel=self._cancel, deadline_s=self.deadline_s,
             renew=renew, stats=stats, window=config.window, digests=config.digests, kernel=config.kernel,
-            greeted=greeted,
+            copy_threads=config.copy_threads, greeted=greeted,
         )  # fmt: skip
 
     def _read(self, reader: EdgeReader, peer: Peer, opened: Opened) -> None:

@@ -22,6 +22,7 @@ from pdxfer import packing, wire
 from pdxfer.agent.arena import Arena
 from pdxfer.driver import source_regions, source_tables
 from pdxfer.errors import DeadlineError, InternalError, MisuseError, PdxferError, PeerError, StaleError, TransportError
+from pdxfer.lanes import lane
 from pdxfer.messages import Mode
 from pdxfer.packing import Chunk, EdgeProgram, Side
 from pdxfer.transport import Channel, Region, Sending
@@ -108,12 +109,14 @@ class SourceSession:
         stall_s: float = 5.0,
         kernel: str = "auto",
         about: Callable[[], Mapping[str, str]] = dict,
+        copy_threads: int = 0,
     ) -> None:
         self.transfer, self.generation, self.session, self.mode = transfer, generation, session, mode
         self.about = about
         self.program, self.source, self.regions = program, source, regions
         self.check_live, self.complete = check_live, complete
-        self.staging, self.wipe, self.stall_s, self.kernel = staging, wipe, stall_s, kernel
+        self.staging, self.wipe, self.stall_s = staging, wipe, stall_s
+        self.kernel, self.copy_threads = kernel, copy_threads
         self.digests = True
         self.unsure = False  # staging of chunks that the reader may still have read is others' by now
         self._busy = threading.Lock()
@@ -181,7 +184,7 @@ class SourceSession:
         chunk = self.program.chunks[index]
         block = sent.room(chunk.nbytes) if self.mode is Mode.PACKED else None
         try:
-            with self._busy:
+            with lane(chunk.nbytes, self.copy_threads, digests=self.digests), self._busy:
                 if self._closed:
                     raise StaleError(f"{self.transfer}: the session is closed")
                 self.check_live()

@@ -349,6 +349,7 @@ class Source:
             stall_s=self.config.stall_s,
             kernel=self.config.kernel,
             about=record.timeline.about,
+            copy_threads=self.config.copy_threads,
         )
 
     def _mode(self, message: Open, program: EdgeProgram) -> Mode:

@@ -144,7 +144,7 @@ def link(transports: str, op_type: str, listen: str, peer: str, max_time: float,
 @_choices(
     _count("--runs", 9, "Timed hand-offs."),
     _count("--warmup", 2, "Untimed ones."),
-    _count("--threads", 0, "Copying threads of an agent and of the ceiling; 0 lets them choose.", 0),
+    _count("--threads", 0, "Copying threads of a process and of the ceiling; 0 lets them choose.", 0),
 )
 @click.option("--processes", type=click.Choice(["rank", "worker", "one"]), default="rank", show_default=True,
               help="One for each rank, for each worker, or this one.")  # fmt: skip

@@ -270,8 +270,9 @@ def _rounds(
 
 def _threads(options: Options, first: _Outcome) -> int:
     """Of the ceiling: as many as copy at the same time in the hand-off, unless there are fewer cores."""
-    at_once = len(first.edges) * options.case.concurrency * max(1, options.ways[0].threads)
-    return options.threads or min(len(os.sched_getaffinity(0)), at_once)
+    at_once, cores = len(first.edges) * options.case.concurrency, len(os.sched_getaffinity(0))
+    processes = options.case.decode_tp if options.processes == "rank" else 1
+    return options.threads or min(cores, at_once, processes * (options.ways[0].threads or cores))
 
 
 def _identity(options: Options, transport: str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -67,13 +67,10 @@ class Way:
         more: dict[str, Any] = {"transports": tuple(self.transport.split(","))}
         if host and self.transport == "auto":
             raise MisuseError("two hosts need a transport by name", hint="say --transport tcp, or another")
-        known = {field.name for field in fields(AgentConfig)}
-        if self.threads and "threads" in known:
-            more["threads"] = self.threads
         config = AgentConfig(
             worker=worker, rank=rank, mode=self.mode, digests=self.digests, chunk_bytes=self.chunk_bytes,
             arena_bytes=max(8 * self.chunk_bytes, 64 << 20), lease_s=120.0, call_s=60.0, stall_s=60.0,
-            insecure=self.insecure, **more,
+            insecure=self.insecure, copy_threads=self.threads, **more,
         )  # fmt: skip
         if not host:
             return config
@@ -198,7 +195,18 @@ def _held(agent: Any) -> set[str]:
 def _daemon(config: AgentConfig, stack: ExitStack) -> str:
     """A daemon with that config; returns its socket."""
     directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="pdxfer-bench-"))
-    names = ("transports", "mode", "digests", "chunk_bytes", "arena_bytes", "lease_s", "call_s", "stall_s", "insecure")
+    names = (
+        "transports",
+        "mode",
+        "digests",
+        "chunk_bytes",
+        "arena_bytes",
+        "copy_threads",
+        "lease_s",
+        "call_s",
+        "stall_s",
+        "insecure",
+    )
     settings = {f"agent.{name}": getattr(config, name) for name in names}
     settings |= {"worker": config.worker, "drain_s": 0, "log_level": "warning"}
     return stack.enter_context(DaemonProcess(f"{directory}/d/s", settings)).socket

@@ -7,6 +7,7 @@ whether it holds. A line about what is not here (a transport that is not install
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -45,13 +46,16 @@ class _Suite:
 
     def measure(
         self, label: str, model: str, tokens: int, *, layers: int = 0, ways: tuple[Way, ...] = (_SEALED,),
-        engines: bool = False, growth: str = "", **case: Any,
+        engines: bool = False, growth: str = "", threads: int = 0, **case: Any,
     ) -> tuple[list[Row], list[dict[str, Any]]]:  # fmt: skip
         """Measure one case; returns its rows (the ceiling's first) and its edges."""
         spec = load_spec(model, page_tokens=case.get("page_tokens", 16), layers=layers)
         made = Case(spec=spec, tokens=max(16, tokens // self.shrink), **case)
         facts = {"model": model, "layers": spec.num_layers, **({"growth": growth} if growth else {})}
-        options = Options(case=made, label=label, facts=facts, ways=ways, runs=self.runs, engines=engines)
+        options = Options(
+            case=made, label=label, facts=facts, ways=tuple(replace(way, threads=threads) for way in ways), runs=self.runs,
+            engines=engines, threads=threads, processes="worker" if threads else "rank",
+        )  # fmt: skip
         found = bench_handoff(options, self.tick, self.clock.part(0.5))
         self.rows += found["rows"]
         self.notes += found["notes"]
@@ -69,10 +73,16 @@ class _Suite:
 
 
 def _qwen(suite: _Suite) -> None:
-    """Full size: 48 layers; both workers, and once more for the ceiling, take 5 GiB."""
-    (_, bare, sealed), _ = suite.measure(
-        "Qwen3-Next, 32k tokens, TP 4 to 2", _QWEN, 32768, prefill_tp=4, decode_tp=2, ways=(_BARE, _SEALED)
-    )
+    """Full size: 48 layers; both workers, and once more for the ceiling, take 5 GiB.
+
+    Judged with an agent process per worker and half the cores copying in it, so that the source has the others for its
+    digests; shown besides, with a process per rank and every core copying.
+    """
+    label, case = "Qwen3-Next, 32k tokens, TP 4 to 2", {"prefill_tp": 4, "decode_tp": 2, "ways": (_BARE, _SEALED)}
+    half = max(1, len(os.sched_getaffinity(0)) // 2)
+    (_, bare, sealed), _ = suite.measure(label, _QWEN, 32768, threads=half, **case)
+    if suite.shrink == 1:
+        suite.measure(f"{label}, a process per rank", _QWEN, 32768, **case)
     _judge_share(suite, "Qwen3-Next, TP 4 to 2, shm, no digests", bare, 95)
     _judge_share(suite, "Qwen3-Next, TP 4 to 2, shm, digests", sealed, 80)
     _judge_digests(suite, "shm", bare, sealed, 20)

@@ -75,5 +75,5 @@ def test_small_chunks_and_copies_without_digests_need_none():
 
 
 def test_a_negative_number_of_threads_is_refused():
-    with pytest.raises(MisuseError, match="copy_threads.*-1"):
+    with pytest.raises(MisuseError, match=r"copy_threads.*-1"):
         AgentConfig(worker="w", copy_threads=-1)

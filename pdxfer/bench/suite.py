@@ -52,9 +52,10 @@ class _Suite:
         spec = load_spec(model, page_tokens=case.get("page_tokens", 16), layers=layers)
         made = Case(spec=spec, tokens=max(16, tokens // self.shrink), **case)
         facts = {"model": model, "layers": spec.num_layers, **({"growth": growth} if growth else {})}
+        ways = tuple(replace(way, threads=threads) for way in ways)
         options = Options(
-            case=made, label=label, facts=facts, ways=tuple(replace(way, threads=threads) for way in ways), runs=self.runs,
-            engines=engines, threads=threads, processes="worker" if threads else "rank",
+            case=made, label=label, facts=facts, ways=ways, runs=self.runs, engines=engines, threads=threads,
+            processes="worker" if threads else "rank",
         )  # fmt: skip
         found = bench_handoff(options, self.tick, self.clock.part(0.5))
         self.rows += found["rows"]
@@ -78,11 +79,11 @@ def _qwen(suite: _Suite) -> None:
     Judged with an agent process per worker and half the cores copying in it, so that the source has the others for its
     digests; shown besides, with a process per rank and every core copying.
     """
-    label, case = "Qwen3-Next, 32k tokens, TP 4 to 2", {"prefill_tp": 4, "decode_tp": 2, "ways": (_BARE, _SEALED)}
+    label, ways = "Qwen3-Next, 32k tokens, TP 4 to 2", (_BARE, _SEALED)
     half = max(1, len(os.sched_getaffinity(0)) // 2)
-    (_, bare, sealed), _ = suite.measure(label, _QWEN, 32768, threads=half, **case)
+    (_, bare, sealed), _ = suite.measure(label, _QWEN, 32768, prefill_tp=4, decode_tp=2, ways=ways, threads=half)
     if suite.shrink == 1:
-        suite.measure(f"{label}, a process per rank", _QWEN, 32768, **case)
+        suite.measure(f"{label}, a process per rank", _QWEN, 32768, prefill_tp=4, decode_tp=2, ways=ways)
     _judge_share(suite, "Qwen3-Next, TP 4 to 2, shm, no digests", bare, 95)
     _judge_share(suite, "Qwen3-Next, TP 4 to 2, shm, digests", sealed, 80)
     _judge_digests(suite, "shm", bare, sealed, 20)

@@ -32,7 +32,6 @@ _VLLM_MODELS = ("deepseek-v3", "llama", "qwen3-next")
 _TRANSPORTS = ("auto", "shm", "tcp", "nixl", "ucx", "gloo", "nccl")
 _ONLY = {
     "every": "transformers",
-    "sidecar": "transformers",
     "prompt_tokens": "transformers",
     "transport": "transformers",
     "python": "vllm",
@@ -74,7 +73,7 @@ _ONLY = {
 )
 @click.option("--python", metavar="INTERPRETER", show_default="this one", help="A Python with vLLM and pdxfer.")
 @click.option("--all", "every", is_flag=True, help="Every model; TP 4 to 2, 2 to 4, 3 to 2 and 1 to 4. Not for vLLM.")
-@click.option("--sidecar", is_flag=True, help="Agents in a daemon per worker, not in the ranks. Not for vLLM.")
+@click.option("--sidecar", is_flag=True, help="Agents in a daemon per worker, not in the ranks.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_context
 def demo(ctx: click.Context, /, engine: str, every: bool, as_json: bool, **chosen: Any) -> int:

@@ -24,12 +24,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from pdxfer.agent.spawn import DaemonProcess
 from pdxfer.demo.vllm_models import NEAR_TIE, SERVER_ARGUMENTS, VLLM_MODELS, demo_prompts
 from pdxfer.demo.vllm_servers import ServerConfig, VllmServer, check_python, connector_config, make_model
 from pdxfer.errors import DeadlineError, MisuseError, PdxferError, PeerError
@@ -48,12 +49,16 @@ _COUNTED_S = 10.0
 _POLL_S = 0.1
 
 # Where two cores do all this, everybody is slow at times; the connector's own defaults are for machines that serve.
-_EXTRA = {"call_s": 120, "stall_s": 120, "lease_s": 300, "timeout_s": 240}
+_AGENT = {"call_s": 120, "stall_s": 120, "lease_s": 300}
+_TIMEOUT_S = 240
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmOptions:
-    """One run. ``python`` is an interpreter with vLLM; a block size of 0 and a TP size of 0 are the demo's choice."""
+    """One run. ``python`` is an interpreter with vLLM; a block size of 0 and a TP size of 0 are the demo's choice.
+
+    With ``sidecar`` each server's agents live in a daemon's process, not in its ranks'.
+    """
 
     model: str = "qwen3-next"
     prefill_tp: int = 1
@@ -62,6 +67,7 @@ class VllmOptions:
     decode_block_size: int = 0
     python: str = sys.executable
     steps: int = 32
+    sidecar: bool = False
 
     def __post_init__(self) -> None:
         if self.model not in VLLM_MODELS:
@@ -215,7 +221,12 @@ def _servers(
         decode.check_alive()
 
     known: set[str] = set()
-    with prefill, decode:
+    with ExitStack() as stack:
+        if options.sidecar:
+            for server in (prefill, decode):
+                stack.enter_context(_daemon(server.config))
+        stack.enter_context(prefill)
+        stack.enter_context(decode)
         try:
             progress(f"starting two vLLM servers: prefill TP {options.prefill_tp}, decode TP {options.decode_tp}")
             prefill.wait_ready(waiting, timeout_s=_READY_S)
@@ -239,16 +250,25 @@ def _complaints(server: VllmServer, known: set[str]) -> Iterator[str]:
     yield from (f"{server.config.name}: {line}" for line in server.telling_lines() if line not in known)
 
 
+def _daemon(config: ServerConfig) -> DaemonProcess:
+    """The daemon of one server, whose socket its connector names."""
+    settings = {"worker": config.name, "drain_s": 0, "log_level": "warning"}
+    assert config.connector is not None
+    socket: str = config.connector["kv_connector_extra_config"]["sidecar"]
+    return DaemonProcess(socket, settings | {f"agent.{key}": value for key, value in _AGENT.items()})
+
+
 def _config(options: VllmOptions, model: Path, name: Literal["prefill", "decode"]) -> ServerConfig:
     prefill = name == "prefill"
     scratch = model.parent / name[0]  # short: Unix sockets lie in it, and no path of one may have 108 characters
     scratch.mkdir()
+    extra: dict[str, Any] = {"mode": "sidecar", "sidecar": f"{scratch}/agent/s"} if options.sidecar else dict(_AGENT)
     return ServerConfig(
         model=model,
         directory=model.parent,
         name=name,
         tp=options.prefill_tp if prefill else options.decode_tp,
-        connector=connector_config("kv_producer" if prefill else "kv_consumer", **_EXTRA),
+        connector=connector_config("kv_producer" if prefill else "kv_consumer", timeout_s=_TIMEOUT_S, **extra),
         block_size=options.prefill_block_size if prefill else options.decode_block_size,
         conv_layout=options.conv_layouts.get(name),
         arguments=SERVER_ARGUMENTS[options.model],

@@ -45,8 +45,9 @@ def start(directory: str, *arguments: str) -> subprocess.Popen[str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_run_hands_every_request_over_and_ends_with_nothing_left(directory):
-    process = start(directory, "--json")
+@pytest.mark.parametrize("arguments", ["", "--sidecar --model llama --decode-tp 1"], ids=["embedded", "sidecar"])
+def test_a_run_hands_every_request_over_and_ends_with_nothing_left(directory, arguments):
+    process = start(directory, "--json", *arguments.split())
     stdout, stderr = process.communicate()
     assert process.returncode == 0, stderr
     found = json.loads(stdout)

@@ -133,6 +133,33 @@ def test_a_fall_back_is_warned_of_once(caplog):
     assert len(slow_paths(caplog)) == 1
 
 
+def test_a_transport_that_did_not_connect_rests_before_it_is_tried_again():
+    """It is there again at once, and taken once its time has come; its failures double that time."""
+    with pair(*layouts(Parallel(), Parallel()), transports=("shm", "tcp")) as (source, target):
+        path = source.agents[0]._listeners[0].contact_address.removeprefix("shm://")
+        peers = target.agents[0].peers
+
+        def taken(key: str) -> str:
+            (received,) = hand_over(source, target, key)
+            return received.edges[0].transport
+
+        os.rename(path, f"{path}.away")
+        assert taken("one") == "tcp"
+        os.rename(f"{path}.away", path)
+        assert taken("two") == "tcp"
+        ((key, (why, _, rest_s)),) = peers._failed.items()
+        assert set(peers.falling_back.values()) == {"shm"}
+        peers._failed[key] = (why, 0.0, rest_s)  # its time has come
+        os.rename(path, f"{path}.away")
+        assert taken("three") == "tcp"
+        assert peers._failed[key][2] == 2 * rest_s
+        os.rename(f"{path}.away", path)
+        peers._failed[key] = (why, 0.0, rest_s)
+        assert taken("four") == "shm"
+        assert not peers._failed
+        assert not peers.falling_back
+
+
 def test_a_neighbour_without_shared_memory_is_warned_of_once(caplog):
     both = layouts(Parallel(), Parallel())
     config = {"of_source": {"transports": ("tcp",)}, "of_target": {"transports": ("shm", "tcp")}}

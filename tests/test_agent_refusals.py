@@ -47,6 +47,13 @@ def test_a_configuration_that_can_t_work_is_refused(wrong):
         AgentConfig(worker="w", **wrong)
 
 
+def test_many_edges_at_once_have_smaller_windows():
+    """What they may have underway together fits into an arena, unless that is two chunks for each."""
+    config = AgentConfig(worker="w", arena_bytes=64 << 20, chunk_bytes=8 << 20, window=4)
+    assert [config.window_of(edges) for edges in (0, 1, 2, 3, 4, 64)] == [4, 4, 4, 2, 2, 2]
+    assert AgentConfig(worker="w", window=1).window_of(1) == 1
+
+
 @pytest.mark.parametrize("mode", ["packed", "direct"])
 def test_ranks_that_want_different_rows_are_refused(mode):
     """Stripes of other rows: a sibling would be asked for rows that it has yet to get from another sibling."""

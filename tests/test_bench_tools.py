@@ -78,7 +78,9 @@ def test_bad_input_is_exit_code_2(what: str, tmp_path: Path, capsys: pytest.Capt
     else:
         condition = "p99 is worse"
     assert main(["bench", "compare", first, second, "--fail-if", condition]) == 2
-    assert "error:" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "error:" in said
+    assert ("p99_ms" in said) == (what == "metric")  # what there is instead
 
 
 def test_a_change_from_nothing_is_without_bound() -> None:

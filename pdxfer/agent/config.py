@@ -41,7 +41,7 @@ class AgentConfig:
         copy_threads: chunks that this process copies or digests at a time, all its agents together; 0 is half the
             cores with digests, for the source's take the others, and no bound without.
         arena_bytes: bound of the staging memory of one transport; chunk_bytes: bound of a message.
-        window: chunks underway per edge; lease_s: how long an offer waits for its next sign of life.
+        window: chunks underway per edge (``window_of``); lease_s: how long an offer waits for its next sign of life.
         hold_max_s: how long an offer may be held, by renewals, before anybody opens it.
         ticket_keys: file (or ``fd:N``) of the keys that seal tickets, see ``keys.py``; "" is a random one.
         call_s: bound of one control call; a machine whose cores are all busy needs more.
@@ -64,7 +64,7 @@ class AgentConfig:
     digests: bool = True
     arena_bytes: int = 64 << 20
     chunk_bytes: int = 8 << 20
-    window: int = 2
+    window: int = 4
     lease_s: float = 30.0
     hold_max_s: float = 600.0
     ticket_keys: str = ""
@@ -118,6 +118,10 @@ class AgentConfig:
             control=tuple(shifted(address, rank) for address in self.control),
             listen={scheme: shifted(address, rank) for scheme, address in self.listen.items()},
         )
+
+    def window_of(self, edges: int) -> int:
+        """Chunks underway on each of so many edges at once: no more than two where an arena would not hold them."""
+        return min(self.window, max(2, self.arena_bytes // (self.chunk_bytes * max(1, edges))))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -120,6 +120,7 @@ class Fetch:
         self._seconds: dict[str, float] = {"negotiate": 0.0, "plan": 0.0}
         self._stats: list[EdgeStats] = []
         self._plan: Plan | None = None
+        self._window = 1
         self._relay: Offer | None = None
         self._opened: list[tuple[Peer, Opened]] = []
         self._threads: list[threading.Thread] = []
@@ -246,6 +247,7 @@ class Fetch:
                 hint="give them to attach(siblings=...)",
             )
         ranks = list(peers)  # none, where siblings hand on all that this rank holds
+        self._window = self.agent.config.window_of(self.agent.fetching() * (len(ranks) + len(relays)))
         network = [self._spawn(plan, Edge(r, me, False), partial(self._source, r)) for r in ranks[1:]]
         siblings = [self._spawn(plan, Edge(rank, me, True), partial(self._sibling, rank)) for rank in relays]
         for rank in ranks[:1]:  # mostly the only one: no thread for it
@@ -393,7 +395,7 @@ class Fetch:
         config, request = self.agent.config, METHODS["Open"].request.encode(message)
         if len(request) > _ASK_BYTES_MAX:
             return None
-        intake = Intake(len(program.chunks), config.window)
+        intake = Intake(len(program.chunks), self._window)
         frame = wire.Ask(secrets.token_bytes(wire.SESSION_BYTES), request, config.digests, intake.credit())
         answer = ask(channel, frame, self._cancel, min(self.deadline_s, time.monotonic() + config.call_s))
         return None if answer is None else (intake, answer)
@@ -430,7 +432,7 @@ class Fetch:
         return EdgeReader(
             transfer=self.ticket.transfer, generation=opened.generation, session=opened.session, mode=opened.mode,
             program=program, target=self.side, peer=channel, cancel=self._cancel, deadline_s=self.deadline_s,
-            renew=renew, stats=stats, window=config.window, digests=config.digests, kernel=config.kernel,
+            renew=renew, stats=stats, window=self._window, digests=config.digests, kernel=config.kernel,
             copy_threads=config.copy_threads, greeted=greeted,
         )  # fmt: skip
 

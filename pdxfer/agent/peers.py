@@ -22,13 +22,14 @@ from pdxfer.driver import PeerChannel
 from pdxfer.errors import AbortedError, DeadlineError, MisuseError, PdxferError, PeerError, StaleError, TransportError
 from pdxfer.layout import Layout
 from pdxfer.messages import Describe, Description, check_versions
-from pdxfer.transport import Transport
+from pdxfer.transport import Channel, Transport
 
 __all__ = ["Layouts", "Peer", "Peers"]
 
 _LAYOUTS_MAX = 128
 _IDLE_CHANNELS_MAX = 64
 _CONNECT_S = 3.0
+_REST_S = (5.0, 300.0)  # how long a transport that failed to connect is tried last: at first, and at most
 _NEAR = ("memory", "shm", "nixl")  # that move bytes of one host without a socket
 _log = logging.getLogger("pdxfer.agent")
 
@@ -91,6 +92,7 @@ class Peers:
         self._clients: dict[str, ControlClient] = {}
         self._peers: dict[str, Peer] = {}
         self._idle: dict[tuple[str, bytes], list[PeerChannel]] = {}
+        self._failed: dict[tuple[str, bytes], tuple[PdxferError, float, float]] = {}  # path -> why, until, for s
         self._lock = threading.Lock()
         self.fallbacks: Counter[tuple[str, str]] = Counter()
         self.falling_back: dict[str, str] = {}  # address of a peer -> the better transport that fails to it now
@@ -178,6 +180,8 @@ class Peers:
         with self._lock:
             keys = [(address, peer.description.epoch) for address in peer.description.transports]
             channels = [channel for key in keys for channel in self._idle.pop(key, ())]
+            for key in keys:
+                self._failed.pop(key, None)
         for channel in channels:
             channel.close()
 
@@ -200,38 +204,63 @@ class Peers:
         """Return an address and a channel to it for one transfer: an idle one, or (``fresh``) a new one; and why.
 
         Transports are tried best first, as our config orders them or (auto) by estimate; a slower one is taken with a
-        warning, once for each peer.
+        warning, once for each peer. One that did not connect is tried last for a while: a time-out is not to be paid
+        at each hand-off.
 
         Raises:
             TransportError: none of the common transports connects. MisuseError: there is no common one.
         """
-        failures: dict[str, str] = {}
+        epoch = peer.description.epoch
         why, seconds, candidates = self._ordered(peer, work)
-        for scheme, address in candidates:
-            if failures:
-                why = f"{', '.join(failures)} does not connect"
-            choice = Choice(transport=scheme, why=why, seconds=seconds, slow=bool(failures) or self._far(peer, scheme))
-            idle = None if fresh else self._reuse(address, peer.description.epoch)
-            if idle is not None:
-                return address, idle, choice
-            try:
-                channel = self._transports[scheme].connect(address, timeout_s=_time_left(deadline_s, _CONNECT_S))
-            except (TransportError, DeadlineError, MisuseError) as error:
-                failures[scheme] = f"{address}: {error.message}"
-                self.fallbacks[(scheme, error.reason)] += 1
-                self.falling_back.setdefault(peer.address, scheme)
-                self._warn(peer, f"transport {scheme} does not connect, the next is tried: {error.message}")
-                continue
-            if self.falling_back.get(peer.address) == scheme:
-                del self.falling_back[peer.address]
-            return address, PeerChannel(channel), choice
+        resting = self._resting(epoch, candidates)
+        failures = {scheme: error.message for scheme, error in resting.items()}
+        for scheme, address in sorted(candidates, key=lambda candidate: candidate[0] in resting):
+            better = [s for s, _ in candidates[: candidates.index((scheme, address))] if s in failures]
+            if better:
+                why = f"{', '.join(better)} does not connect"
+            choice = Choice(transport=scheme, why=why, seconds=seconds, slow=bool(better) or self._far(peer, scheme))
+            channel = None if fresh else self._reuse(address, epoch)
+            if channel is None:
+                try:
+                    channel = PeerChannel(self._connect(peer, scheme, address, deadline_s))
+                except (TransportError, DeadlineError, MisuseError) as error:
+                    failures[scheme] = error.message
+                    self.fallbacks[(scheme, error.reason)] += 1
+                    continue
+            self.fallbacks.update((name, resting[name].reason) for name in better if name in resting)
+            return address, channel, choice
         if failures:
             raise TransportError(
-                f"no data path to {peer.address}: {'; '.join(failures.values())}",
+                f"no data path to {peer.address}: {'; '.join(f'{s}: {why}' for s, why in failures.items())}",
                 hint="is the peer's process alive and its socket reachable?",
             )
         has = f"it has {peer.description.transports}, we have {sorted(self._transports)}"
         raise MisuseError(f"no transport in common with {peer.address}: {has}")
+
+    def _resting(self, epoch: bytes, candidates: list[tuple[str, str]]) -> dict[str, PdxferError]:
+        """Transports that did not connect and whose time to be tried again has not come, and why they did not."""
+        now_s = time.monotonic()
+        with self._lock:
+            found = {scheme: self._failed.get((address, epoch)) for scheme, address in candidates}
+        return {scheme: failed[0] for scheme, failed in found.items() if failed and now_s < failed[1]}
+
+    def _connect(self, peer: Peer, scheme: str, address: str, deadline_s: float) -> Channel:
+        """Connect; a failure is remembered with the path, warned of once, and told where ``falling_back`` is read."""
+        path = (address, peer.description.epoch)
+        try:
+            channel = self._transports[scheme].connect(address, timeout_s=_time_left(deadline_s, _CONNECT_S))
+        except (TransportError, DeadlineError, MisuseError) as error:
+            with self._lock:
+                rest_s = min(2 * self._failed[path][2], _REST_S[1]) if path in self._failed else _REST_S[0]
+                self._failed[path] = error, time.monotonic() + rest_s, rest_s
+            self.falling_back.setdefault(peer.address, scheme)
+            self._warn(peer, f"transport {scheme} does not connect, the next is tried: {error.message}")
+            raise
+        with self._lock:
+            self._failed.pop(path, None)
+        if self.falling_back.get(peer.address) == scheme:
+            del self.falling_back[peer.address]
+        return channel
 
     def _ordered(self, peer: Peer, work: Callable[[], Work]) -> tuple[str, dict[str, float], list[tuple[str, str]]]:
         """Why, estimates, and (scheme, address) of the transports in common, best first."""

@@ -217,9 +217,12 @@ class Agent(ControlHandler):
 
     def underway(self) -> int:
         """Offers with a live lease, and fetches that run."""
+        return self.fetching() + (0 if self._source is None else self._source.live())
+
+    def fetching(self) -> int:
+        """Fetches that run."""
         with self._lock:
-            running = sum(1 for fetch in self._fetches if not fetch.done)
-        return running + (0 if self._source is None else self._source.live())
+            return sum(1 for fetch in self._fetches if not fetch.done)
 
     def _check_taking(self) -> None:
         if self.draining:

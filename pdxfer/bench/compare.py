@@ -110,7 +110,13 @@ def compare(first: str, second: str, conditions: Sequence[Condition]) -> dict[st
     for condition in conditions:
         found = [c for c in changes if c["metric"] == condition.metric_in(before[c["row"]])]
         if not found:
-            raise MisuseError(f"no row in common has {condition.metric!r}")
+            known = sorted(
+                {k for n in names for k, v in before[n].items() if isinstance(v, (int, float))} - {*_IDENTITY}
+            )
+            raise MisuseError(
+                f"no row in common has {condition.metric!r}",
+                hint=f"there are {', '.join(known)}; _ms and _us may be left out",
+            )
         text = f"{condition.metric}{condition.sign}{condition.amount:+g}{'%' * condition.percent}"
         failures += [{"condition": text, **c} for c in found if condition.met(c["before"], c["after"])]
     missing = sorted({*before} ^ {*after})

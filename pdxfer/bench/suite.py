@@ -123,12 +123,12 @@ def _fragments(suite: _Suite) -> None:
 
 
 def _planes(suite: _Suite) -> None:
-    """Every transport that is not memory: 8 layers of Qwen3-Next, 8k tokens, one edge."""
+    """Every transport that is not memory: half of Qwen3-Next, 16k tokens, one edge: 240 MB."""
     for scheme in sorted(set(known_schemes()) - {*HOST_MEMORY}):
         ways = tuple(Way(transport=scheme, mode="packed", digests=digests) for digests in (False, True))
         label = f"{scheme}, packed"
         try:
-            (_, bare, sealed), _ = suite.measure(label, _QWEN, 8192, layers=8, ways=ways)
+            (_, bare, sealed), _ = suite.measure(label, _QWEN, 16384, layers=24, ways=ways)
         except PdxferError as error:
             here = not isinstance(error, MisuseError)  # else it is not installed, or has no such device
             suite.lines.append(_unmeasured(label, error.message, holds=False if here else None))

@@ -25,6 +25,7 @@ __all__ = ["Arriving", "Link", "Move", "Mover", "Staging", "refuse_beside"]
 _log = logging.getLogger(__name__)
 
 _POLL_S = (20e-6, 500e-6)  # how long the mover rests between two looks: at first, and at most
+_STALLED_S = 0.5  # between two looks at moves that call it
 _SMALLEST_BYTES = 64 << 10  # of a piece of staging
 
 
@@ -40,7 +41,13 @@ def refuse_beside(*packages: str) -> None:
 
 
 class Move(ABC):
-    """Bytes underway on the plane. Used by one thread at a time."""
+    """Bytes underway on the plane. Used by one thread at a time.
+
+    Attributes:
+        calls: it calls the mover when it has ended, which need not look before.
+    """
+
+    calls: ClassVar[bool] = False
 
     @abstractmethod
     def poll(self) -> bool:
@@ -168,7 +175,9 @@ class Mover:
         while True:
             with self._changed:
                 if not self._calls and not self._stopping:
-                    wait_s = min(rest_s if self._underway else math.inf, tend_s)
+                    looked_at = any(not one.move.calls for one in self._underway)
+                    move_s = rest_s if looked_at else _STALLED_S if self._underway else math.inf
+                    wait_s = min(move_s, tend_s)
                     self._changed.wait(None if wait_s == math.inf else wait_s)
                 calls, self._calls = self._calls, deque()
                 if self._stopping and not calls:

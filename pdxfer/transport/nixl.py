@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 _MODULES = ("nixl._api", "nixl_cu12._api", "nixl_cu13._api")  # the meta package, and what it stands for
 _REGIONS_MAX = 1024  # that one channel's peer may tell us of at a time
 _PAUSE_S = (20e-6, 500e-6)
-_OFFERED_S, _EXPORTED_S = 50e-6, 500e-6  # between two looks after peers that may be reading here
+_TEND_S = (50e-6, 500e-6)  # between two looks after peers that may be reading here: at first, and at most
 
 #: uint64, shape (n, 3): address, bytes, device.
 Rows = NDArray[np.uint64]
@@ -73,6 +73,7 @@ class NixlTransport(PlaneTransport):
         self._registered: dict[Region, Any] = {}
         self._peers: Counter[str] = Counter()  # channels by the peer's agent
         self.exported = False  # whether peers may read whenever they like
+        self._rest_s = _TEND_S[0]
         super().__init__(**options)
         given = dict(backend_options or {})
         if not self.reaches_hosts:
@@ -128,11 +129,13 @@ class NixlTransport(PlaneTransport):
 
     def tend(self) -> float:
         """Answer peers that read over a path on which the owner must act (TCP); others need nothing from us."""
-        rest_s = _OFFERED_S if self.offers() else _EXPORTED_S if self.exported else math.inf
-        if rest_s < math.inf:
-            with suppress(TransportError), self.calls("make progress") as agent:
-                agent.get_new_notifs()  # what peers say by these means nothing to us
-        return rest_s
+        if not (self.exported or self.offers()):
+            self._rest_s = _TEND_S[0]
+            return math.inf
+        with suppress(TransportError), self.calls("make progress") as agent:
+            agent.get_new_notifs()  # serves a reader until it has all; what peers say by these means nothing to us
+        self._rest_s = min(2 * self._rest_s, _TEND_S[1])
+        return self._rest_s
 
     def add_peer(self, name: str, metadata: bytes) -> None:
         """Count a channel to this agent; it becomes known to ours with the first."""

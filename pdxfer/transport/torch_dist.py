@@ -117,6 +117,7 @@ class _GlooLink(Link):
 
     def __init__(self, transport: _TorchTransport, group: Any, peer: int) -> None:
         self._tensor, self._group, self._peer = transport.tensor, group, peer
+        self._ended = lambda _: transport.mover.call(lambda: None)  # which looks, then
         self._sends, self._receives = _Waiter("gloo-sends"), _Waiter("gloo-receives")
 
     def fetch(self, sequence: int, where: bytes, target: memoryview) -> Move:
@@ -133,7 +134,7 @@ class _GlooLink(Link):
             work = getattr(group, verb)([self._tensor(memory)], self._peer, sequence % _TAGS)
         except RuntimeError as error:
             raise TransportError(f"gloo can't {verb}: {_brief(error)}") from error
-        return _Waited(waiter.submit(work.wait))
+        return _Waited(waiter.submit(work.wait, self._ended))
 
     def close(self) -> None:
         self._group = None  # once no thread waits on it, its sockets close
@@ -149,9 +150,10 @@ class _Waiter:
         self._calls: queue.SimpleQueue[tuple[Future[object], Callable[[], object]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def submit(self, function: Callable[[], object]) -> Future[object]:
-        """Have it called; one thread at a time submits."""
+    def submit(self, function: Callable[[], object], ended: Callable[[object], object]) -> Future[object]:
+        """Have it called, and ``ended`` afterwards; one thread at a time submits."""
         future: Future[object] = Future()
+        future.add_done_callback(ended)
         self._calls.put((future, function))
         if self._thread is None:
             # A daemon: where a peer is stuck, the end of the process must not wait for it.
@@ -174,6 +176,8 @@ class _Waiter:
 
 
 class _Waited(Move):
+    calls: ClassVar[bool] = True
+
     def __init__(self, future: Future[object]) -> None:
         self._future = future
 

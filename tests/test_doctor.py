@@ -57,7 +57,7 @@ BAD = {
     ("planes", "ptrace"): ("warn", {"proc/sys/kernel/yama/ptrace_scope": "2"}, {}, {}),
     ("limits", "memlock"): ("fail", {}, {}, {"limit": lambda name: 64 << 10 if name == "MEMLOCK" else 1 << 40}),
     ("limits", "nofile"): ("fail", {}, {}, {"limit": lambda name: 256 if name == "NOFILE" else 1 << 40}),
-    ("limits", "shm"): ("fail", {}, {}, {"free_bytes": lambda path: 64 << 20}),
+    ("limits", "shm"): ("fail", {}, {}, {"free_bytes": lambda path: 16 << 20}),
     ("limits", "cgroup"): ("fail", {"sys/fs/cgroup/memory.current": str((8 << 30) - 4096)}, {}, {}),
     ("limits", "huge-pages"): ("warn", {"sys/kernel/mm/transparent_hugepage/shmem_enabled": "always [never]"}, {}, {}),
     ("sockets", "directory"): ("fail", {}, {}, {"directory": "open"}),

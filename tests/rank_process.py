@@ -37,6 +37,7 @@ from tests.workers import Gate, Rank, Tap, hybrid_spec, resources
 
 __all__ = ["RankProcess", "layout_of"]
 
+_ENDS_MAX = 64
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload([__name__])
 
@@ -90,6 +91,8 @@ class _Server:
     def on_end(self, transfer: str, outcome: str) -> None:
         with self.ended:
             self.ends[transfer] = outcome
+            if len(self.ends) > _ENDS_MAX:
+                del self.ends[next(iter(self.ends))]
             self.rank.give_back(transfer)
             self.ended.notify_all()
 

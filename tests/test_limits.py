@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import logging
 import os
 import shutil
 import subprocess
@@ -190,6 +191,7 @@ def test_what_is_kept_of_transfers_that_ended_does_not_grow(monkeypatch, scheme)
     """Of each agent so many records, and timelines (theirs and the latest); no page, program, session or fetch."""
     for module in ("source", "journal"):
         monkeypatch.setattr(f"pdxfer.agent.{module}._ENDED_MAX", 4)
+    monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)  # pytest keeps what errors are logged
     with pair(*layouts(Parallel(tp=2), Parallel(tp=4)), transports=(scheme,)) as (source, target):
         for number in range(20):
             if number % 4:
@@ -206,6 +208,22 @@ def test_what_is_kept_of_transfers_that_ended_does_not_grow(monkeypatch, scheme)
         records = [r for agent in source.agents for r in agent.source._records.values() if r.hold is not None]
         assert records
         assert not any(record.hold.units for record in records)
+
+
+@pytest.mark.parametrize("forgotten", [True, False])
+def test_clients_that_nobody_asks_for_are_closed(monkeypatch, forgotten):
+    """Those of a peer that died are used no more, and there is another one after every restart."""
+    monkeypatch.setattr(f"pdxfer.agent.peers.{'_STRAY_S' if forgotten else '_KNOWN_S'}", 0.0)
+    with pair(*layouts(Parallel(), Parallel())) as (source, target):
+        hand_over(source, target, "one")
+        peers = target.agents[0].peers
+        client = peers.client(source.agents[0].address)
+        for peer, _ in peers.known() if forgotten else ():
+            peers.forget(peer)
+        assert wait_until(lambda: client._closed, timeout_s=30.0)  # the agent's own sweeper does it
+        assert not peers._clients
+        assert not peers._used
+        hand_over(source, target, "two")
 
 
 def _cancelled(source: Worker, target: Worker, key: str) -> None:

@@ -28,6 +28,7 @@ __all__ = ["Layouts", "Peer", "Peers"]
 
 _LAYOUTS_MAX = 128
 _IDLE_CHANNELS_MAX = 64
+_KNOWN_S, _STRAY_S = 3600.0, 60.0  # how long a client is kept unused: of a peer that we know, of any other address
 _CONNECT_S = 3.0
 _REST_S = (5.0, 300.0)  # how long a transport that failed to connect is tried last: at first, and at most
 _NEAR = ("memory", "shm", "nixl")  # that move bytes of one host without a socket
@@ -90,6 +91,7 @@ class Peers:
         self.call_s = call_s
         self._trusted: tuple[Credentials | None, bool] = (None, False)
         self._clients: dict[str, ControlClient] = {}
+        self._used: dict[str, float] = {}  # address of a client -> when it was last asked for
         self._peers: dict[str, Peer] = {}
         self._idle: dict[tuple[str, bytes], list[PeerChannel]] = {}
         self._failed: dict[tuple[str, bytes], tuple[PdxferError, float, float]] = {}  # path -> why, until, for s
@@ -113,6 +115,8 @@ class Peers:
         """
         with self._lock:
             peer = self._peers.get(address)
+            if peer is not None:
+                self._used[address] = time.monotonic()
         if peer is None or (epoch is not None and peer.description.epoch != epoch):
             peer = self._introduce(address, deadline_s)
         if epoch is not None and peer.description.epoch != epoch:
@@ -124,6 +128,7 @@ class Peers:
         with self._lock:
             if address not in self._clients:
                 self._clients[address] = _client(address, *self._trusted)
+            self._used[address] = time.monotonic()
             return self._clients[address]
 
     def _introduce(self, address: str, deadline_s: float, *, again: bool = True) -> Peer:
@@ -191,7 +196,7 @@ class Peers:
             found = self._clients.get(address)
             if found is None or client not in (None, found):
                 return
-            del self._clients[address]
+            del self._clients[address], self._used[address]
             self._peers.pop(address, None)  # it holds the client, too
             self.falling_back.pop(address, None)
             for key in [key for key in self._told if key[0] == address]:
@@ -332,12 +337,20 @@ class Peers:
         return None
 
     def sweep(self) -> None:
-        """Close idle channels whose peer has gone: nobody else would look at them before the next transfer."""
+        """Close idle channels whose peer has gone: nobody else would look at them before the next transfer. Close
+        clients that nobody has asked for since: those of the dead and replaced would otherwise pile up.
+        """
+        now_s = time.monotonic()
         with self._lock:
             for key, idle in list(self._idle.items()):
                 self._idle[key] = [channel for channel in idle if _alive(channel)]
                 if not self._idle[key]:
                     del self._idle[key]
+            unused = {address: now_s - self._used[address] for address in self._clients}
+            bounds = {address: _KNOWN_S if address in self._peers else _STRAY_S for address in unused}
+        for address, unused_s in unused.items():
+            if unused_s > bounds[address]:
+                self.drop(address)
 
     def give_back(self, peer: Peer, address: str, channel: PeerChannel) -> None:
         """Keep a channel whose transfer ended well."""
@@ -353,7 +366,7 @@ class Peers:
         with self._lock:
             channels = [c for idle in self._idle.values() for c in idle]
             clients = list(self._clients.values())
-            self._idle, self._clients, self._peers = {}, {}, {}
+            self._idle, self._clients, self._peers, self._used = {}, {}, {}, {}
         for channel in channels:
             channel.close()
         for client in clients:

@@ -152,6 +152,7 @@ class NixlTransport(PlaneTransport):
                 del self._peers[name]
                 if name != self.agent_name:
                     agent.remove_remote_agent(name)
+                    agent.get_new_notifs()  # sockets of what was closed go when progress is made, and not before
 
     def learn(self, name: str, metadata: bytes) -> None:
         """Take in how a region of this peer is read."""

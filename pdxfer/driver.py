@@ -45,7 +45,7 @@ from pdxfer.packing import Buffers, Chunk, EdgeProgram, Segment, Side
 from pdxfer.transfer import Cancel, Intake
 from pdxfer.transport.base import Channel, Message, RemoteRegion
 
-__all__ = ["EdgeReader", "EdgeStats", "PeerChannel", "ask", "source_regions", "source_tables"]
+__all__ = ["EdgeReader", "EdgeStats", "PeerChannel", "answered", "ask"]
 
 _SLICE_S = 0.1  # how long a blocked thread stays deaf to cancel and close
 
@@ -294,7 +294,8 @@ class EdgeReader:
     def _import(self, told: wire.Opened | None) -> Side:
         """Receive the source's regions (those not yet known on this channel) and page tables; some came with Opened."""
         tables: dict[str, Offsets] = {}
-        missing = dict.fromkeys(source_tables(self.program), -1)  # entries, once the total is known
+        names, regions = self.program.touched
+        missing = dict.fromkeys(names, -1)  # entries, once the total is known
         last = told is not None and self._fill(tables, missing, told)
         while not last:
             with self._receive() as message:
@@ -305,7 +306,7 @@ class EdgeReader:
                     last = self._fill(tables, missing, frame)
         if any(missing.values()):
             raise PeerError(f"of page tables {sorted(missing)} some entries are missing", reason="PROTOCOL")
-        if lacking := source_regions(self.program) - self.peer.regions.keys():
+        if lacking := regions - self.peer.regions.keys():
             raise PeerError(f"regions {sorted(lacking)} of the source never came", reason="PROTOCOL")
         rank = self.program.source_rank
         return Side(rank, self.peer.buffers(len(rank.regions)), tables)
@@ -345,18 +346,26 @@ class EdgeReader:
         return frame
 
 
-def ask(peer: PeerChannel, frame: wire.Ask, cancel: Cancel, deadline_s: float) -> wire.Opened | None:
-    """Open a transfer on its channel; returns the answer, or None where the source says no (control knows why).
+def ask(peer: PeerChannel, frame: wire.Ask, cancel: Cancel, deadline_s: float) -> None:
+    """Begin to open a transfer on its channel; ``answered`` has the answer. There is time for other work meanwhile.
+
+    Raises:
+        TransportError, DeadlineError, AbortedError: as ``EdgeReader.run``.
+    """
+    _send(peer, frame, cancel, deadline_s)
+
+
+def answered(peer: PeerChannel, session: bytes, cancel: Cancel, deadline_s: float) -> wire.Opened | None:
+    """What the source answers to the Ask of ``session``, or None where it says no (control knows why).
 
     Raises:
         StaleError, TicketError: the source refuses for good: asked again, it would count one late ticket twice.
         TransportError, DeadlineError, AbortedError: as ``EdgeReader.run``.
     """
-    _send(peer, frame, cancel, deadline_s)
     while True:
         with _receive(peer, cancel, deadline_s, lambda: None, "open") as message:
             answer = wire.decode(message.header)
-        if answer.session == frame.session:
+        if answer.session == session:
             if isinstance(answer, wire.Fail) and answer.error in _FINAL:
                 raise _reported(answer)
             return answer if isinstance(answer, wire.Opened) else None
@@ -387,17 +396,3 @@ def _reported(frame: wire.Fail) -> PdxferError:
     if frame.error == CorruptError.__name__:
         return CorruptError("*", f"at the source: {frame.message}")
     return _REPORTED.get(frame.error, PeerError)(f"at the source: {frame.message}", reason=frame.reason)
-
-
-def source_tables(program: EdgeProgram) -> list[str]:
-    """Names of the source's page tables that the edge's items use."""
-    return sorted({program.source_rank.holdings[item.source_holding].table for item in program.items})
-
-
-def source_regions(program: EdgeProgram) -> set[int]:
-    """Numbers of the source's regions that the edge's items lie in."""
-    found: set[int] = set()
-    for item in program.items:
-        holding = program.source_rank.holdings[item.source_holding]
-        found.update(holding.at(layer)[0] for layer in item.layers)
-    return found

@@ -16,6 +16,7 @@ import secrets
 import stat
 import time
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from pdxfer.errors import MisuseError, TicketError
 
@@ -35,6 +36,7 @@ def check_key(key: bytes) -> bytes:
     return key
 
 
+@lru_cache(maxsize=_ACTIVE_MAX)
 def key_id(key: bytes) -> bytes:
     """Name of a key, 8 bytes, which says nothing about it."""
     return hmac.digest(check_key(key), b"pdxfer key id", "sha256")[:8]

@@ -48,6 +48,7 @@ class Box:
 
     starts: tuple[int, ...]
     stops: tuple[int, ...]
+    _shape: tuple[int, ...] = field(default_factory=tuple, init=False, compare=False, repr=False)  # once asked for
 
     def __post_init__(self) -> None:
         sides = zip(self.starts, self.stops, strict=False)
@@ -57,7 +58,11 @@ class Box:
     @property
     def shape(self) -> tuple[int, ...]:
         """Extents."""
-        return tuple(b - a for a, b in zip(self.starts, self.stops, strict=True))
+        found = self._shape
+        if not found:
+            found = tuple(b - a for a, b in zip(self.starts, self.stops, strict=True))
+            object.__setattr__(self, "_shape", found)
+        return found
 
     @property
     def volume(self) -> int:
@@ -231,6 +236,13 @@ class RankLayout:
     def tables(self) -> dict[str, Holding]:
         """Page tables by name, each with one of the holdings it indexes."""
         return {h.table: h for h in self.holdings}
+
+    @cached_property
+    def addressing(self) -> tuple[int, ...]:
+        """Of each holding a number, equal where rows lie alike in pages: then one request's offsets are equal."""
+        known: dict[object, int] = {}
+        alike = ((h.table, h.page_rows, h.page_stride, h.row_stride, h.pages, h.tokens) for h in self.holdings)
+        return tuple(known.setdefault(how, len(known)) for how in alike)
 
     def pools(self) -> dict[str, str]:
         """Table name to pool name: tables whose stretches of one region overlap draw their pages from one pool.

@@ -26,6 +26,7 @@ where the next page follows. Pieces do not depend on the layer, so a request's p
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -146,9 +147,12 @@ class EdgeProgram:
         self.source_rank: RankLayout = giving.ranks[edge.source]
         self.target_rank: RankLayout = plan.target.ranks[edge.target]
         self.chunk_bytes, self.segment_bytes = chunk_bytes, min(segment_bytes, chunk_bytes)
-        self._pieces: dict[object, tuple[_Pieces, object]] = {}  # the object keeps the sides, so their ids stay theirs
-        self._copiers: dict[object, tuple[RowCopy, object]] = {}
-        self._bound: dict[object, tuple[BoundCopy, object]] = {}
+        self._pieces: dict[object, tuple[_Pieces, object]]  # the object keeps the sides, so their ids stay theirs
+        self._copiers: dict[object, tuple[RowCopy, object]]
+        self._bound: dict[object, tuple[BoundCopy, object]]
+        self._cuts: dict[object, tuple[Offsets, Offsets, Offsets]]
+        self._firsts: dict[object, tuple[Offsets, object]]
+        self.forget()
         self.rows: tuple[Offsets, ...] = tuple(self._all_rows())
         row_bytes = plan.row_bytes.get(edge, ())
         sizes = tuple(
@@ -157,6 +161,11 @@ class EdgeProgram:
         )
         self.chunks: tuple[Chunk, ...] = _cut(sizes, self.chunk_bytes, self.segment_bytes)
         self.payload_bytes: int = sum(chunk.nbytes for chunk in self.chunks)
+
+    @property
+    def touched(self) -> tuple[tuple[str, ...], frozenset[int]]:
+        """The source's page tables, by name, and its regions that the edge's items lie in."""
+        return self.plan.touched.get(self.edge, ((), frozenset()))
 
     def source_dtype(self, item: CopyItem) -> str:
         """The dtype in which an item travels."""
@@ -169,8 +178,9 @@ class EdgeProgram:
     def bytes_by_component(self) -> dict[str, int]:
         """Bytes that travel on this edge, by component."""
         total: dict[str, int] = {}
-        for item, rows in zip(self.items, self.rows, strict=True):
-            total[item.component] = total.get(item.component, 0) + len(item.layers) * len(rows) * self.row_bytes(item)
+        row_bytes = self.plan.row_bytes.get(self.edge, ())
+        for item, rows, nbytes in zip(self.items, self.rows, row_bytes, strict=True):
+            total[item.component] = total.get(item.component, 0) + len(item.layers) * len(rows) * nbytes
         return total
 
     def run_bytes(self) -> int:
@@ -194,11 +204,23 @@ class EdgeProgram:
         """
         for index, rows in enumerate(self.rows):
             if len(rows):
-                self._item_pieces(index, self._ends(index, source, target, of_target=False))
+                self._item_pieces(index, source, target, of_target=False)
+
+    def expect(self, target: Side) -> None:
+        """Do the part of ``address`` that needs the target's page tables alone, while the source's are on their way.
+
+        Raises:
+            MisuseError: as ``address``.
+        """
+        for item, rows in zip(self.items, self.rows, strict=True):
+            if len(rows):
+                have = self.source_rank.holdings[item.source_holding]
+                want = target.rank.holdings[item.target_holding]
+                self._offsets(rows, _even_rows(rows, (have, want)), target, want)
 
     def forget(self) -> None:
         """Drop what was worked out from page tables; it is worked out again where it is needed."""
-        self._pieces, self._copiers, self._bound = {}, {}, {}
+        self._pieces, self._copiers, self._bound, self._cuts, self._firsts = {}, {}, {}, {}, {}
 
     def copier(self, segment: Segment, source: Side | None, target: Side | None, *, of_target: bool = False) -> RowCopy:
         """The copy of a segment's rows, the same for each of its layers; a side of None is packed bytes.
@@ -211,7 +233,8 @@ class EdgeProgram:
         known = self._copiers.get(key)
         if known is None:
             ends = self._ends(index, source, target, of_target=of_target)
-            pieces = self._item_pieces(index, ends).cut(start, stop, [h.row_stride for _, h in ends])
+            pieces = self._item_pieces(index, source, target, of_target=of_target)
+            pieces = pieces.cut(start, stop, [h.row_stride for _, h in ends])
             holding, shape = ends[-1][1], self.items[index].box.shape
             found = [End(o, h.row_stride, h.strides) for o, (_, h) in zip(pieces.sides, ends, strict=True)]
             if len(found) == 1:
@@ -246,13 +269,44 @@ class EdgeProgram:
         ends = ((source, first), (target, item.target_holding))
         return [(side, side.rank.holdings[holding]) for side, holding in ends if side is not None]
 
-    def _item_pieces(self, index: int, ends: Sequence[tuple[Side, Holding]]) -> _Pieces:
-        rows = self.rows[index]
-        numbers = [x for s, h in ends for x in (id(s), h.table, h.page_rows, h.page_stride, h.row_stride)]
-        key = (id(rows), *numbers, *[h.tokens for _, h in ends if h.tokens.size > 1])
+    def _item_pieces(self, index: int, source: Side | None, target: Side | None, *, of_target: bool) -> _Pieces:
+        item, rows = self.items[index], self.rows[index]
+        first = item.target_holding if of_target else item.source_holding
+        at = None if source is None else source.rank.addressing[first]
+        to = None if target is None else target.rank.addressing[item.target_holding]
+        key = (id(rows), id(source), at, id(target), to)
         known = self._pieces.get(key)
         if known is None:
-            known = self._pieces[key] = _find_pieces(rows, ends), ends
+            ends = self._ends(index, source, target, of_target=of_target)
+            known = self._pieces[key] = self._find_pieces(rows, ends), (source, target)
+        return known[0]
+
+    def _find_pieces(self, rows: Offsets, ends: Sequence[tuple[Side, Holding]]) -> _Pieces:
+        """Cut rows where a page ends on a side, and merge again where the next page follows on all sides."""
+        if len(rows) == 1:
+            return _Pieces(_ZERO, _ONE, tuple(self._offsets(rows, 1, *end) for end in ends))
+        step = _even_rows(rows, [h for _, h in ends])
+        starts, counts, _ = self._cut(rows, step)
+        return _merged(starts, counts, [self._offsets(rows, step, *end) for end in ends], ends, len(rows))
+
+    def _cut(self, rows: Offsets, step: int) -> tuple[Offsets, Offsets, Offsets]:
+        """Stretches between multiples of ``step``: index of the first row, how many, and the first row's number."""
+        key = (id(rows), step)
+        known = self._cuts.get(key)
+        if known is None:
+            starts = _piece_starts(rows, step)
+            known = self._cuts[key] = starts, _gaps(starts, len(rows)), rows[starts]
+        return known
+
+    def _offsets(self, rows: Offsets, step: int, side: Side, holding: Holding) -> Offsets:
+        """Of the first row of each stretch, on one side; equal for holdings that differ in layer or box alone."""
+        h = holding
+        key = (id(rows), step, id(side), h.table, h.page_rows, h.page_stride, h.row_stride, h.pages, h.tokens)
+        known = self._firsts.get(key)
+        if known is None:
+            firsts = rows if len(rows) == 1 else self._cut(rows, step)[2]
+            found = side.row_offsets(h, firsts, page_by_page=1 < step == h.page_rows)
+            known = self._firsts[key] = found, side
         return known[0]
 
     def _all_rows(self) -> Iterator[Offsets]:
@@ -394,24 +448,42 @@ class Side:
         Raises:
             MisuseError: names table, entry and value.
         """
+        whole = {name for name, pages in self._fewest_pages().items() if self._within(name, pages)}
         for component, holding in self._unlike(spec):
             start, stop = shape.rows(component)
-            own = holding.tokens
-            self._check_length(holding, start, stop)
-            rows = np.arange(start, stop, dtype=np.int64)
-            rows = rows[(rows // own.interleave) % own.size == own.index] if own.size > 1 else rows
-            if own.size == 1 and stop > start:  # one row of each page, and the last, say as much as all
-                firsts = np.arange(start - start % holding.page_rows, stop, holding.page_rows, dtype=np.int64)
-                rows = np.append(np.maximum(firsts, start), stop - 1)
-            self.row_offsets(holding, rows)
-        for name, holding in self.rank.tables().items():
-            named = self.tables[name][self.tables[name] >= 0]
-            if len(named) and int(named.max()) >= holding.pages:
-                raise MisuseError(
-                    f"rank {self.rank.rank}: page table {name!r} names page {int(named.max())} of {holding.pages}"
-                )
+            simple = holding.table in whole and holding.tokens.size == 1  # every entry is a page: are they enough?
+            if not simple or (start < stop and (stop - 1) // holding.page_rows >= len(self.tables[holding.table])):
+                self._check_rows(holding, start, stop)
+        for name, holding in self.rank.tables().items() if len(whole) < len(self.tables) else ():
+            if (last := int(self.tables[name].max(initial=-1))) >= holding.pages:
+                raise MisuseError(f"rank {self.rank.rank}: page table {name!r} names page {last} of {holding.pages}")
         if exclusive:
             self._check_exclusive()
+
+    def _check_rows(self, holding: Holding, start: int, stop: int) -> None:
+        own = holding.tokens
+        self._check_length(holding, start, stop)
+        rows = np.arange(start, stop, dtype=np.int64)
+        rows = rows[(rows // own.interleave) % own.size == own.index] if own.size > 1 else rows
+        if own.size == 1 and stop > start:  # one row of each page, and the last, say as much as all
+            firsts = np.arange(start - start % holding.page_rows, stop, holding.page_rows, dtype=np.int64)
+            rows = np.append(np.maximum(firsts, start), stop - 1)
+        self.row_offsets(holding, rows)
+
+    def _fewest_pages(self) -> dict[str, int]:
+        """By table: the number of pages that all holdings which use it have."""
+        known = self.buffers.known.get("pages")
+        if known is None:
+            known = self.buffers.known["pages"] = {}
+            for h in self.rank.holdings:
+                known[h.table] = min(h.pages, known.get(h.table, h.pages))
+        fewest: dict[str, int] = known
+        return fewest
+
+    def _within(self, name: str, pages: int) -> bool:
+        """Whether every entry of a table is a page; -1 is none, and a large number when seen as unsigned."""
+        table = self.tables.get(name)
+        return table is not None and len(table) > 0 and _LARGEST(table.view(np.uint64)) < pages
 
     def _unlike(self, spec: CacheSpec) -> list[tuple[Component, Holding]]:
         """Holdings whose tables and rows differ, each with its component: what holds for one holds for its like."""
@@ -428,21 +500,34 @@ class Side:
 
     def _check_exclusive(self) -> None:
         """No page twice in a table, and no unit of a pool in two tables."""
-        per_unit, entangled = self.rank.pages_per_unit(), self.rank.entangled()
         users: dict[str, dict[str, Offsets]] = {}
-        for name, pool in self.rank.pools().items():
-            pages = np.sort(self.tables[name][self.tables[name] >= 0])
-            self._refuse_twice({name: pages}, pages)
-            if name not in entangled:
-                units = pages // per_unit[name]
-                users.setdefault(pool, {})[name] = units[np.diff(units, prepend=-1) > 0]
+        for name, (pool, per_unit) in self._pooled().items():
+            table = self.tables[name]
+            pages = np.sort(table[table >= 0]) if len(table) > 1 else table
+            if len(pages) > 1:
+                self._refuse_twice({name: pages}, pages)
+            if per_unit:
+                users.setdefault(pool, {})[name] = pages if per_unit == 1 else _distinct(pages // per_unit)
         for tables in users.values():
             if len(tables) > 1:
                 self._refuse_twice(tables, np.sort(np.concatenate([*tables.values()])))
 
+    def _pooled(self) -> dict[str, tuple[str, int]]:
+        """By table its pool, and how many of its pages make a unit there; 0 where it does not have to be compared."""
+        known = self.buffers.known.get("pooled")
+        if known is None:
+            per_unit, entangled = self.rank.pages_per_unit(), self.rank.entangled()
+            pools = [*self.rank.pools().items()]
+            pooled = Counter(pool for _, pool in pools)  # a table that has its pool for itself meets no other
+            alone = {name for name, pool in pools if pooled[pool] == 1} | {*entangled}
+            known = {name: (pool, 0 if name in alone else per_unit[name]) for name, pool in pools}
+            self.buffers.known["pooled"] = known
+        by_table: dict[str, tuple[str, int]] = known
+        return by_table
+
     def _refuse_twice(self, tables: Mapping[str, Offsets], pages: Offsets) -> None:
-        again = pages[1:][pages[1:] == pages[:-1]]
-        if len(again):
+        if np.logical_or.reduce(same := pages[1:] == pages[:-1]):
+            again = pages[1:][same]
             where = " and ".join(repr(name) for name, named in tables.items() if again[0] in named)
             raise MisuseError(
                 f"rank {self.rank.rank}: page table {where} names page {int(again[0])} twice",
@@ -608,14 +693,10 @@ class _Pieces(NamedTuple):
         return _Pieces(starts, _gaps(starts, stop), sides)
 
 
-def _find_pieces(rows: Offsets, ends: Sequence[tuple[Side, Holding]]) -> _Pieces:
-    """Cut rows where a page ends on a side, and merge again where the next page follows on all sides."""
-    if len(rows) == 1:
-        return _Pieces(_ZERO, _ONE, tuple(side.row_offsets(holding, rows) for side, holding in ends))
-    step = _even_rows(rows, [h for _, h in ends])
-    starts = _piece_starts(rows, step)
-    counts, firsts = _gaps(starts, len(rows)), rows[starts]
-    sides = [side.row_offsets(h, firsts, page_by_page=1 < step == h.page_rows) for side, h in ends]
+def _merged(
+    starts: Offsets, counts: Offsets, sides: list[Offsets], ends: Sequence[tuple[Side, Holding]], rows: int
+) -> _Pieces:
+    """Stretches as pieces: merged where on all sides the next one follows."""
     follows = None
     for offsets, (_, holding) in zip(sides, ends, strict=True):
         touching = offsets[1:] == (offsets + counts * holding.row_stride)[:-1]
@@ -623,7 +704,7 @@ def _find_pieces(rows: Offsets, ends: Sequence[tuple[Side, Holding]]) -> _Pieces
     if follows is not None and np.logical_or.reduce(follows):
         keep = np.concatenate(([0], np.flatnonzero(~follows) + 1))
         starts, sides = starts[keep], [offsets[keep] for offsets in sides]
-        counts = _gaps(starts, len(rows))
+        counts = _gaps(starts, rows)
     return _Pieces(starts, counts, tuple(sides))
 
 
@@ -647,6 +728,13 @@ def _piece_starts(rows: Offsets, step: int) -> Offsets:
     starts = np.arange(head - step if head else 0, len(rows), step, dtype=np.int64)
     starts[0] = 0
     return starts
+
+
+def _distinct(units: Offsets) -> Offsets:
+    """Each once; they are sorted."""
+    keep = np.ones(len(units), bool)
+    np.not_equal(units[1:], units[:-1], out=keep[1:])
+    return units[keep]
 
 
 def _local_rows(rows: Offsets, own: TokenOwnership) -> Offsets:

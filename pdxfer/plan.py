@@ -117,6 +117,17 @@ class Plan:
             found[edge] = tuple(item.box.volume * holdings[item.source_holding].itemsize for item in items)
         return found
 
+    @cached_property
+    def touched(self) -> dict[Edge, tuple[tuple[str, ...], frozenset[int]]]:
+        """Page tables (by name, in order) and regions of the giving rank that the items of each edge lie in."""
+        found = {}
+        for edge, items in self.edges.items():
+            giving = (self.target if edge.relay else self.source).ranks[edge.source].holdings
+            tables = sorted({giving[item.source_holding].table for item in items})
+            regions = frozenset(giving[item.source_holding].at(layer)[0] for item in items for layer in item.layers)
+            found[edge] = tuple(tables), regions
+        return found
+
     def readers(self, source: int, *, relay: bool = False) -> tuple[int, ...]:
         """Target ranks that read from ``source``."""
         return tuple(e.target for e in self.edges if e.source == source and e.relay == relay)

@@ -28,6 +28,7 @@ import binascii
 import hmac
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import msgpack
@@ -93,16 +94,25 @@ class Ticket:
     lifetime_s: int = LIFETIME_S
     ranks: tuple[RankTicket, ...] = ()
     trace: str = ""
+    _text: str = field(default_factory=str, init=False, compare=False, repr=False)  # what it was decoded from
 
     def encode(self) -> str:
         """ASCII text (base64 of msgpack); ``decode`` is the inverse."""
-        ranks = [[r.rank, r.address, r.epoch, r.nonce, r.key_id, r.seal] for r in self.ranks]
+        if self._text:
+            return self._text
+        return self._written([[r.rank, r.address, r.epoch, r.nonce, r.key_id, r.seal] for r in self.ranks])
+
+    def _written(self, ranks: list[list[Any]]) -> str:
         trace = [self.trace] if self.trace else []
         return base64.urlsafe_b64encode(msgpack.packb([TICKET_VERSION, *self._common(), ranks, *trace])).decode()
 
     @classmethod
     def decode(cls, text: str | bytes) -> Ticket:
         """Parse a ticket; raises TicketError for anything that is not one."""
+        return _decode(text)
+
+    @classmethod
+    def _decoded(cls, text: str | bytes) -> Ticket:
         if len(text) > _MAX_TEXT:
             raise TicketError(f"the ticket has {len(text)} characters; at most {_MAX_TEXT} are allowed")
         try:
@@ -141,8 +151,10 @@ class Ticket:
             trace=traceparent(trace),
         )
         # base64 and msgpack can write one value in many ways; with one text per ticket, any edit is seen.
-        if ticket.encode().encode() != (text.encode() if isinstance(text, str) else text):
+        written = ticket.encode()
+        if written.encode() != (text.encode() if isinstance(text, str) else text):
             raise TicketError("not a ticket: it is not written as we write it", hint="was it changed on its way?")
+        object.__setattr__(ticket, "_text", written)
         return ticket
 
     def rank(self, rank: int) -> RankTicket:
@@ -180,6 +192,12 @@ class Ticket:
         return packed
 
 
+@lru_cache(maxsize=64)
+def _decode(text: str | bytes) -> Ticket:
+    """Whoever offers, keeps, fetches or serves a transfer comes with the same text again."""
+    return Ticket._decoded(text)
+
+
 def seal_rank(ticket: Ticket, part: RankTicket, key: bytes) -> Ticket:
     """Return the ticket with ``part`` sealed under ``key`` as its only rank."""
     part = replace(part, key_id=key_id(key))
@@ -213,8 +231,9 @@ class RankIssuer:
         trace: str = "",
     ) -> Ticket:
         """Return the ticket with this rank's sealed part; raises TicketError when no ticket can carry it."""
-        part = RankTicket(rank=self.rank, address=self.address, epoch=self.epoch, nonce=nonce)
         try:
+            key = self.keys.active()[0]
+            part = RankTicket(rank=self.rank, address=self.address, epoch=self.epoch, nonce=nonce, key_id=key_id(key))
             common = Ticket(
                 transfer=transfer,
                 worker=self.worker,
@@ -229,11 +248,11 @@ class RankIssuer:
                 lifetime_s=self.lifetime_s,
                 trace=traceparent(trace),
             )
-            ticket = seal_rank(common, part, self.keys.active()[0])
-            Ticket.decode(ticket.encode())
+            seal = hmac.digest(key, common.sealed_bytes(part), "sha256")
+            fields = [part.rank, part.address, part.epoch, part.nonce, part.key_id, seal]
+            return Ticket.decode(common._written([fields]))  # which checks them as every reader will
         except (TypeError, ValueError, OverflowError) as error:
             raise TicketError(f"{transfer!r}: no ticket can carry this offer: {error}") from error
-        return ticket
 
 
 def issue_ticket(issuers: Sequence[RankIssuer], transfer: str, **facts: Any) -> Ticket:

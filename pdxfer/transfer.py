@@ -142,13 +142,19 @@ class Ledger:
         first = Event.RESERVE if table is TARGET else Event.ALLOCATE
         with self._lock:
             hold = Hold(transfer, wanted, next(self._generations), table)
-            if not all(0 <= page < self._totals.get(pool, 0) for pool, page in wanted) or any(
+            totals = self._totals
+            beyond = [page for pool, page in wanted if not 0 <= page < totals.get(pool, 0)]
+            if beyond or any(
                 user.exclusive or hold.exclusive for unit in wanted & self._users.keys() for user in self._users[unit]
             ):
                 for pool, page in sorted(wanted):
                     self._check_free(hold, pool, page)
+            users = self._users
             for unit in wanted:
-                self._users.setdefault(unit, []).append(hold)
+                if unit in users:
+                    users[unit].append(hold)
+                else:
+                    users[unit] = [hold]
             self._holds.add(hold)
             self._step(hold, first)
         return hold

@@ -144,7 +144,10 @@ class Closed:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Target: Open (``request``, as control encodes it) and Hello in one; ``session`` is a fresh name of the answer."""
+    """Target: Open (``request``, as control encodes it) and Hello in one; ``session`` is a fresh name of the answer.
+
+    ``chunks`` are wanted as far as there are so many: the target works out how many while the source does.
+    """
 
     kind: ClassVar[int] = 9
     session: bytes

@@ -20,14 +20,14 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from pdxfer import wire
 from pdxfer.agent.choice import Choice, Work
 from pdxfer.agent.reasons import reason_of
 from pdxfer.control.convert import METHODS
-from pdxfer.driver import EdgeReader, EdgeStats, PeerChannel, ask
+from pdxfer.driver import EdgeReader, EdgeStats, PeerChannel, answered, ask
 from pdxfer.errors import (
     AbortedError,
     CorruptError,
@@ -61,6 +61,7 @@ _ASK_BYTES_MAX = 48 << 10  # of an Open that fits into a frame's header
 _ABORT_S = 1.0
 _log = logging.getLogger("pdxfer.agent")
 
+_Asked = tuple[bytes, float]  # the name of the answer, and until when it may come
 _Greeted = tuple[Intake, wire.Opened]
 
 
@@ -229,7 +230,7 @@ class Fetch:
         with self._timed("negotiate"):
             for rank in plan.sources(agent.config.rank):
                 part = ticket.rank(rank)
-                peers[rank] = agent.peers.get(part.address, epoch=part.epoch, deadline_s=self.deadline_s)
+                peers[rank] = first if part is ticket.ranks[0] else self._source(rank)
                 found = peers[rank].description
                 if found.rank != rank or found.worker != ticket.worker or found.layout_digest != source.digest:
                     have, want = f"rank {found.rank} of {found.worker!r}", f"rank {rank} of {ticket.worker!r}"
@@ -251,7 +252,7 @@ class Fetch:
         network = [self._spawn(plan, Edge(r, me, False), partial(self._source, r)) for r in ranks[1:]]
         siblings = [self._spawn(plan, Edge(rank, me, True), partial(self._sibling, rank)) for rank in relays]
         for rank in ranks[:1]:  # mostly the only one: no thread for it
-            self._edge(plan, Edge(rank, me, False), partial(self._source, rank))
+            self._edge(plan, Edge(rank, me, False), partial(self._source, rank), peers[rank])
         self._join(network)
         if self._relay is not None:
             self.agent.source.relay_ready(self.ticket.transfer)
@@ -290,12 +291,16 @@ class Fetch:
         if time.monotonic() > self.deadline_s:  # however the last calls went: a late success is not one by chance
             raise DeadlineError(f"{self.ticket.transfer}: not everything came within the deadline")
 
-    def _edge(self, plan: Plan, edge: Edge, find: Callable[[], Peer]) -> None:
-        """In some thread: open, read and complete one edge; the first error of any edge cancels all."""
+    def _edge(self, plan: Plan, edge: Edge, find: Callable[[], Peer], peer: Peer | None = None) -> None:
+        """In some thread: open, read and complete one edge; the first error of any edge cancels all.
+
+        Args:
+            peer: what ``find`` has just found.
+        """
         token = current.set(self.timeline.trace)
         try:
             try:
-                self._attempt(plan, edge, find(), fresh=False)
+                self._attempt(plan, edge, peer or find(), fresh=False)
             except _Again:
                 self._attempt(plan, edge, find(), fresh=True)
         except Exception as error:  # noqa: BLE001 - reported through the cancel flag, which _join raises
@@ -307,13 +312,20 @@ class Fetch:
             current.reset(token)
 
     def _attempt(self, plan: Plan, edge: Edge, peer: Peer, *, fresh: bool) -> None:
-        program, stats = self._program(plan, edge)
-        self.timeline.edges.append(stats)
+        stats = EdgeStats(edge.source, edge.target, edge.relay)
+        make_program = cache(partial(self._program, plan, edge, stats))
         with stats.stage("negotiate"):
-            address, channel, choice = self._lend(peer, program, fresh=fresh)
+            address, channel, choice = self._lend(peer, lambda: Work.of(make_program()), fresh=fresh)
         try:
             with stats.stage("negotiate"):
-                opened, greeted = self._open(peer, plan, edge, program, address, channel)
+                message = self._open_message(peer, plan, edge, address)
+                asked = self._ask_on(channel, message)
+            program = make_program()  # while the source looks at the ticket
+            if asked is not None and message.mode is Mode.DIRECT:
+                with stats.stage("plan"):
+                    program.expect(self.side)
+            with stats.stage("negotiate"):
+                opened, greeted = self._open(peer, message, program, channel, asked)
             with self._lock:
                 self._opened = [(p, o) for p, o in self._opened if p.address != peer.address] + [(peer, opened)]
             stats.transport, stats.mode = choice.transport, opened.mode.value
@@ -337,10 +349,10 @@ class Fetch:
             self._stats.append(stats)
         self.agent.peers.give_back(peer, address, channel)
 
-    def _lend(self, peer: Peer, program: EdgeProgram, *, fresh: bool) -> tuple[str, PeerChannel, Choice]:
+    def _lend(self, peer: Peer, work: Callable[[], Work], *, fresh: bool) -> tuple[str, PeerChannel, Choice]:
         """A channel; when there is none, the peer may have restarted with others, so it is asked once more."""
         try:
-            return self.agent.peers.lend(peer, self.deadline_s, partial(Work.of, program), fresh=fresh)
+            return self.agent.peers.lend(peer, self.deadline_s, work, fresh=fresh)
         except TransportError as error:
             self.agent.peers.forget(peer)
             if fresh:
@@ -357,30 +369,44 @@ class Fetch:
             self.agent.peers.forget(peer)
         return outdated or (unread and reused and isinstance(error, TransportError))
 
-    def _program(self, plan: Plan, edge: Edge) -> tuple[EdgeProgram, EdgeStats]:
-        stats = EdgeStats(edge.source, edge.target, edge.relay)
+    def _program(self, plan: Plan, edge: Edge, stats: EdgeStats) -> EdgeProgram:
         with stats.stage("plan"):
-            return EdgeProgram(plan, edge, self.shape, chunk_bytes=self.agent.config.chunk_bytes), stats
+            return EdgeProgram(plan, edge, self.shape, chunk_bytes=self.agent.config.chunk_bytes)
 
-    def _open(
-        self, peer: Peer, plan: Plan, edge: Edge, program: EdgeProgram, address: str, channel: PeerChannel,
-    ) -> tuple[Opened, _Greeted | None]:  # fmt: skip
-        """Open the edge on its channel, which says Hello, too, or by control."""
+    def _open_message(self, peer: Peer, plan: Plan, edge: Edge, address: str) -> Open:
         config = self.agent.config
-        message = Open(
+        return Open(
             transfer=self.ticket.transfer, ticket=self.ticket.encode().encode(), epoch=self.agent.epoch,
             source_epoch=peer.description.epoch, target_worker=config.worker, target_rank=config.rank,
             layout_digest=self.agent.memory.layout.digest, plan_digest=plan.digest, first_token=self.shape.first_token,
             relay=edge.relay, transport=address, mode=Mode.PACKED if config.mode == "packed" else Mode.DIRECT,
             chunk_bytes=config.chunk_bytes,
         )  # fmt: skip
+
+    def _ask_on(self, channel: PeerChannel, message: Open) -> _Asked | None:
+        """Ask on the channel itself, where that is as good as control: a wake-up instead of a call. None: it is not."""
+        if not self.agent.transports[message.transport.partition("://")[0]].same_user:
+            return None
+        config, request = self.agent.config, METHODS["Open"].request.encode(message)
+        if len(request) > _ASK_BYTES_MAX:
+            return None
+        deadline_s = min(self.deadline_s, time.monotonic() + config.call_s)
+        session = secrets.token_bytes(wire.SESSION_BYTES)
+        ask(channel, wire.Ask(session, request, config.digests, [*range(self._window)]), self._cancel, deadline_s)
+        return session, deadline_s
+
+    def _open(
+        self, peer: Peer, message: Open, program: EdgeProgram, channel: PeerChannel, asked: _Asked | None
+    ) -> tuple[Opened, _Greeted | None]:
+        """Open the edge on its channel, which says Hello, too, or by control."""
         greeted = None
-        if self.agent.transports[address.partition("://")[0]].same_user:
-            greeted = self._open_on(channel, message, program)
-        if greeted is not None:
-            opened = _decoded(greeted[1])
+        answer = None if asked is None else answered(channel, asked[0], self._cancel, asked[1])
+        if answer is not None:
+            intake = Intake(len(program.chunks), self._window)
+            intake.credit()  # what Ask has asked for
+            opened, greeted = _decoded(answer), (intake, answer)
         else:
-            opened = self._ask(lambda timeout_s: peer.client.open(message, timeout_s=timeout_s), patient=edge.relay)
+            opened = self._ask(lambda timeout_s: peer.client.open(message, timeout_s=timeout_s), patient=message.relay)
         if (opened.chunks, opened.payload_bytes) != (len(program.chunks), program.payload_bytes):
             have, want = (opened.chunks, opened.payload_bytes), (len(program.chunks), program.payload_bytes)
             raise IncompatibleError(
@@ -389,16 +415,6 @@ class Fetch:
         if opened.epoch != peer.description.epoch:
             raise StaleError(f"{peer.address} restarted while we asked", reason="EPOCH_CHANGED")
         return opened, greeted
-
-    def _open_on(self, channel: PeerChannel, message: Open, program: EdgeProgram) -> _Greeted | None:
-        """What the source answers on the channel itself: a wake-up instead of a call. None: ask by control."""
-        config, request = self.agent.config, METHODS["Open"].request.encode(message)
-        if len(request) > _ASK_BYTES_MAX:
-            return None
-        intake = Intake(len(program.chunks), self._window)
-        frame = wire.Ask(secrets.token_bytes(wire.SESSION_BYTES), request, config.digests, intake.credit())
-        answer = ask(channel, frame, self._cancel, min(self.deadline_s, time.monotonic() + config.call_s))
-        return None if answer is None else (intake, answer)
 
     def _ask(self, call: Callable[[float], Opened], *, patient: bool) -> Opened:
         """Call until it is answered; a busy source, or a sibling that is not ready, is asked again in time."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from pdxfer.agent.arena import Arena
@@ -64,14 +65,14 @@ class Memory:
         """Our memory with one request's page tables."""
         return Side(self.rank, self.buffers, tables)
 
-    def units(self, side: Side) -> list[tuple[str, int]]:
-        """(pool, unit) pairs that a request's tables name, each once."""
-        found: dict[tuple[str, int], None] = {}
+    def units(self, side: Side) -> frozenset[tuple[str, int]]:
+        """(pool, unit) pairs that a request's tables name."""
+        found: set[tuple[str, int]] = set()
         for name, table in side.tables.items():
             if name in self._pools:
                 units = table[table >= 0] // self._per_unit[name]
-                found.update(dict.fromkeys((self._pools[name], unit) for unit in units.tolist()))
-        return list(found)
+                found.update(product((self._pools[name],), units.tolist()))
+        return frozenset(found)
 
     def arena(self, scheme: str) -> Arena:
         """The staging arena of a transport; made on first use."""

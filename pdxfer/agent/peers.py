@@ -224,7 +224,8 @@ class Peers:
             if better:
                 why = f"{', '.join(better)} does not connect"
             choice = Choice(transport=scheme, why=why, seconds=seconds, slow=bool(better) or self._far(peer, scheme))
-            channel = None if fresh else self._reuse(address, epoch)
+            # Where a transfer is opened on the channel, its first message shows whether anybody is there.
+            channel = None if fresh else self._reuse(address, epoch, look=not self._transports[scheme].same_user)
             if channel is None:
                 try:
                     channel = PeerChannel(self._connect(peer, scheme, address, deadline_s))
@@ -326,12 +327,12 @@ class Peers:
         if new:
             _log.info("data path to %s: %s", peer.address, choice, extra=peer.about())
 
-    def _reuse(self, address: str, epoch: bytes) -> PeerChannel | None:
+    def _reuse(self, address: str, epoch: bytes, *, look: bool) -> PeerChannel | None:
         with self._lock:
             idle = self._idle.get((address, epoch), [])
             while idle:
                 found = idle.pop()
-                if _alive(found):
+                if _alive(found) if look else not found.channel.closed:
                     found.uses += 1
                     return found
         return None

@@ -20,7 +20,6 @@ from typing import Any
 
 from pdxfer import packing, wire
 from pdxfer.agent.arena import Arena
-from pdxfer.driver import source_regions, source_tables
 from pdxfer.errors import DeadlineError, InternalError, MisuseError, PdxferError, PeerError, StaleError, TransportError
 from pdxfer.lanes import lane
 from pdxfer.messages import Mode
@@ -153,7 +152,7 @@ class SourceSession:
         """In direct mode, let the reader see the regions that it does not know yet."""
         if self.mode is not Mode.DIRECT or len(exported) == len(self.regions):
             return
-        for index in sorted(source_regions(self.program) - exported):
+        for index in sorted(self.program.touched[1] - exported):
             header = wire.encode(wire.Exported(self.session, index))
             channel.export_region(self.regions[index], header, timeout_s=self.stall_s)
             exported.add(index)
@@ -163,7 +162,7 @@ class SourceSession:
         if self.mode is not Mode.DIRECT:
             return
         pieces, room = list[list[Any]](), wire.TABLES_BYTES_MAX
-        for name in source_tables(self.program):
+        for name in self.program.touched[0]:
             table = self.source.tables[name].astype("<i8").tobytes()
             start = 0
             while start < len(table) or not start:
@@ -307,8 +306,9 @@ class _Served:
             name, answer = self.ask(frame.request)
         session = self.lookup(name)
         session.begin(self.channel, frame.digests)
-        tables = session.tables()
+        tables, chunks = session.tables(), frame.chunks
         if isinstance(frame, wire.Ask):
+            chunks = [chunk for chunk in chunks if chunk < len(session.program.chunks)]
             known = len(self.exported) == len(session.regions)
             first = next(tables, None) if known else None
             pieces, last = (first.pieces, first.last) if first else ([], False)
@@ -317,7 +317,7 @@ class _Served:
         session.export(self.channel, self.exported)
         for told in tables:
             self._send(told, session)
-        self._answer(session, frame.chunks)
+        self._answer(session, chunks)
 
     def _send(self, frame: wire.Frame, session: SourceSession) -> None:
         self.channel.send_all(wire.encode(frame), timeout_s=session.stall_s)

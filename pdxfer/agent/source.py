@@ -163,7 +163,8 @@ class Source:
             )
             self._remember((False, transfer), record)
             self.counters["offered"] += 1
-        return replace(ticket, trace=record.timeline.trace)
+        told = record.timeline.trace
+        return ticket if ticket.trace == told else replace(ticket, trace=told)
 
     def issuer(self, address: str) -> RankIssuer:
         """What writes tickets in our name; peers reach us at ``address``."""

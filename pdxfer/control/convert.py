@@ -19,6 +19,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 import grpc
@@ -64,18 +65,21 @@ _MODE_TO_WIRE = {Mode.PACKED: pb.MODE_PACKED, Mode.DIRECT: pb.MODE_DIRECT}
 _MODE_FROM_WIRE = {number: mode for mode, number in _MODE_TO_WIRE.items()}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Codec(Generic[T]):
     """One dataclass and its protobuf twin, whose fields have the same names."""
 
     value_type: type[T]
     wire_type: type[Message]
 
+    @cached_property
+    def _names(self) -> tuple[str, ...]:
+        return tuple(field.name for field in fields(self.value_type))  # type: ignore[arg-type]
+
     def encode(self, value: T) -> bytes:
         """Serialise; raises MisuseError when a field has a type or range that the wire can't carry."""
-        names = (field.name for field in fields(self.value_type))  # type: ignore[arg-type]
         try:
-            return self.wire_type(**{name: _to_wire(getattr(value, name)) for name in names}).SerializeToString()
+            return self.wire_type(**{name: _to_wire(getattr(value, name)) for name in self._names}).SerializeToString()
         except (AttributeError, TypeError, ValueError) as error:
             raise MisuseError(f"{self.value_type.__name__} can't be sent: {error}") from error
 
@@ -85,8 +89,7 @@ class Codec(Generic[T]):
             wire = self.wire_type.FromString(body)
         except DecodeError as error:
             raise MisuseError(f"{self.value_type.__name__} can't be read: not a valid message") from error
-        names = (field.name for field in fields(self.value_type))  # type: ignore[arg-type]
-        return self.value_type(**{name: _from_wire(name, getattr(wire, name)) for name in names})
+        return self.value_type(**{name: _from_wire(name, getattr(wire, name)) for name in self._names})
 
 
 def _to_wire(value: object) -> object:

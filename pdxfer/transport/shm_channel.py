@@ -28,8 +28,8 @@ import struct
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Protocol
 
@@ -201,29 +201,15 @@ class ShmChannel(Channel):
         self._data.close()
         self._acks.close()
 
-    @contextmanager
-    def _alone(self, lock: threading.Lock, verb: str) -> Iterator[None]:
-        """One thread at a time; every failure of the path closes the channel."""
-        if not lock.acquire(blocking=False):
-            raise MisuseError(f"two threads {verb} on one channel", hint="give each its own channel")
-        try:
-            with self._closing_on_failure(), self._open.use("the channel"):
-                yield
-        finally:
-            lock.release()
-
-    @contextmanager
-    def _closing_on_failure(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
+    def _failed(self, error: BaseException) -> None:
+        """Every failure of the path closes the channel; what the system said is raised in our words."""
+        if isinstance(error, OSError):
             closing = self._open.closing
             self.close()
             ExhaustedError.check(error, "the channel had to be closed")
             raise TransportError("the channel is closed" if closing else _explain(error)) from error
-        except (ExhaustedError, TransportError):
+        if isinstance(error, (ExhaustedError, TransportError)):
             self.close()
-            raise
 
     # Sending.
 
@@ -232,7 +218,7 @@ class ShmChannel(Channel):
         deadline = Deadline(timeout_s)
         check_header(header)
         view = byte_view(_EMPTY if payload is None else payload, "payload")
-        with self._alone(self._sender, "send"):
+        with _Alone(self, self._sender, "send"):
             self._send_retired()
             if not view.nbytes:
                 self._push([_PREFIX.pack(_MESSAGE, len(header), 0, 0, 0, 0), header], [], deadline)
@@ -265,7 +251,7 @@ class ShmChannel(Channel):
             raise MisuseError(f"region {region.name!r} is closed or belongs to another transport")
         descriptor = region.descriptor
         prefix = _PREFIX.pack(_REGION, len(header), 0, descriptor.region_id, 0, 0)
-        with self._alone(self._sender, "send"):
+        with _Alone(self, self._sender, "send"):
             self._send_retired()
             if isinstance(region, SharedRegion):
                 self._push_with_region([prefix, header], region, deadline, describe=True)
@@ -317,8 +303,11 @@ class ShmChannel(Channel):
 
     def wait_released(self, sequence: int, deadline: Deadline) -> None:
         """Wait until the peer released this message."""
-        with self._closing_on_failure():
+        try:
             self._await_acks(lambda: sequence not in self._unreleased, deadline, "the receiver to release the message")
+        except (OSError, ExhaustedError, TransportError) as error:
+            self._failed(error)
+            raise
 
     def _await_acks(self, ready: Callable[[], bool], deadline: Deadline, waited_for: str) -> None:
         with self._changed:
@@ -364,7 +353,7 @@ class ShmChannel(Channel):
     def receive(self, *, timeout_s: float) -> Message:
         """Return the next message; its payload is a view of the sender's memory."""
         deadline = Deadline(timeout_s)
-        with self._alone(self._receiver, "receive"):
+        with _Alone(self, self._receiver, "receive"):
             while True:
                 packet = self._pull(deadline)
                 try:
@@ -468,6 +457,36 @@ class ShmChannel(Channel):
             return  # closed at either end: nobody waits for this ack
         if not sent:
             self.close()  # the peer sends more than its window and doesn't read its acks
+
+
+class _Alone:
+    """One thread at a time sends, and one receives; every failure inside closes the channel.
+
+    Not three generators, which it would be: every message passes here, at both ends.
+    """
+
+    __slots__ = ("_channel", "_lock", "_verb")
+
+    def __init__(self, channel: ShmChannel, lock: threading.Lock, verb: str) -> None:
+        self._channel, self._lock, self._verb = channel, lock, verb
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise MisuseError(f"two threads {self._verb} on one channel", hint="give each its own channel")
+        try:
+            self._channel._open.enter("the channel")
+        except TransportError as error:
+            self._lock.release()
+            self._channel._failed(error)
+            raise
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._channel._open.leave()
+        try:
+            if error is not None:
+                self._channel._failed(error)
+        finally:
+            self._lock.release()
 
 
 def _parse(description: bytes, region_id: int) -> RegionDescriptor:

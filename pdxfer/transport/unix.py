@@ -12,13 +12,19 @@ import select
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 from pdxfer.errors import TransportError
 from pdxfer.transport.base import Deadline
 
 __all__ = ["UseCount", "check_peer", "try_receive", "try_send", "wait_for"]
+
+
+# As plain numbers: an enum's ``|`` is a dozen calls, and every message needs two.
+_RECEIVE_FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC)
+_SEND_FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+_CUT_FLAGS = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
+_RIGHTS_BYTES = socket.CMSG_SPACE(4 * array.array("i").itemsize)
 
 
 class UseCount:
@@ -33,19 +39,19 @@ class UseCount:
         self._users = 0
         self.closing = False
 
-    @contextmanager
-    def use(self, what: str) -> Iterator[None]:
-        """Hold the descriptors open; raises TransportError when they are closed or closing."""
+    def use(self, what: str) -> _Use:
+        """Hold the descriptors open inside ``with``; entering raises TransportError when they are closed or closing."""
+        return _Use(self, what)
+
+    def enter(self, what: str) -> None:
+        """Hold them open until ``leave``; as ``use``."""
         with self._lock:
             if self.closing:
                 raise TransportError(f"{what} is closed")
             self._users += 1
-        try:
-            yield
-        finally:
-            self._leave()
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
+        """The other half of ``enter``."""
         with self._lock:
             self._users -= 1
             last = self.closing and not self._users
@@ -65,6 +71,21 @@ class UseCount:
             self._release()
 
 
+class _Use:
+    """See ``UseCount.use``; no generator, since every message enters two of these."""
+
+    __slots__ = ("_count", "_what")
+
+    def __init__(self, count: UseCount, what: str) -> None:
+        self._count, self._what = count, what
+
+    def __enter__(self) -> None:
+        self._count.enter(self._what)
+
+    def __exit__(self, *exc: object) -> None:
+        self._count.leave()
+
+
 def wait_for(sock: socket.socket, event: int, deadline: Deadline) -> bool:
     """Wait until the socket is ready for ``event`` or broken; False when the deadline came first."""
     poll = select.poll()
@@ -76,7 +97,7 @@ def try_send(sock: socket.socket, parts: Sequence[bytes], fds: Sequence[int] = (
     """Send one packet whole, or return False when there is no room."""
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
     try:
-        sock.sendmsg(parts, rights, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        sock.sendmsg(parts, rights, _SEND_FLAGS)
     except BlockingIOError:
         return False
     return True
@@ -91,18 +112,17 @@ def try_receive(sock: socket.socket, buffer: bytearray) -> tuple[int, list[int]]
     Raises:
         TransportError: the packet was cut off or brought more descriptors; they are closed.
     """
-    rights_bytes = socket.CMSG_SPACE(4 * array.array("i").itemsize)
     try:
-        nbytes, rights, flags, _ = sock.recvmsg_into(
-            [buffer], rights_bytes, socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
-        )
+        nbytes, rights, flags, _ = sock.recvmsg_into([buffer], _RIGHTS_BYTES, _RECEIVE_FLAGS)
     except BlockingIOError:
         return None
+    if not rights and not flags & _CUT_FLAGS:
+        return nbytes, []
     fds = array.array("i")
     for level, kind, data in rights:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
-    if len(fds) > 1 or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+    if len(fds) > 1 or flags & _CUT_FLAGS:
         for fd in fds:
             os.close(fd)
         raise TransportError("a packet is too long, brings too many files, or found no descriptor left for one")

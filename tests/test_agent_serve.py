@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 
 import pytest
 
 from pdxfer import wire
 from pdxfer.builders import Parallel
 from pdxfer.errors import CorruptError, StaleError, TransportError
+from pdxfer.messages import PROTOCOL_VERSION
 from pdxfer.transport import Message
 from tests.pairs import LONG, hand_over, pair, wait_until
-from tests.workers import Gate, Tap, Worker, layouts, settle
+from tests.workers import CountingAgent, Gate, Tap, Worker, layouts, settle
 
 STEP = 4096
 
@@ -109,3 +111,29 @@ def test_an_offer_that_ended_before_done_was_said_is_stale():
         target.reserve("one", LONG)
         with pytest.raises(StaleError):
             target.fetch(ticket, "one")
+
+
+class Asked(Tap):
+    """Chunks that each Ask wants."""
+
+    def __init__(self) -> None:
+        self.chunks: list[list[int]] = []
+
+    def sending(self, header: bytes) -> None:
+        frame = wire.decode(header)
+        if isinstance(frame, wire.Ask):
+            self.chunks.append(frame.chunks)
+
+
+@pytest.mark.parametrize(("version", "wanted"), [(1, [0]), (PROTOCOL_VERSION, [0, 1, 2, 3])])
+def test_who_speaks_version_1_is_asked_for_chunks_that_there_are_and_others_at_once(monkeypatch, version, wanted):
+    tap, describe = Asked(), CountingAgent.describe
+
+    def described(self, message, *, deadline_s):
+        return replace(describe(self, message, deadline_s=deadline_s), protocol_newest=version)
+
+    monkeypatch.setattr(CountingAgent, "describe", described)
+    with pair(*layouts(Parallel(), Parallel()), transports=("shm",), window=4, wrap=tap.wrap) as (source, target):
+        (received,) = hand_over(source, target, "one")
+        assert received.edges[0].messages == 1
+        assert tap.chunks == [wanted]

@@ -42,7 +42,7 @@ from pdxfer.errors import (
     TicketError,
     TransportError,
 )
-from pdxfer.messages import Abort, Complete, Mode, Open, Opened, Renew
+from pdxfer.messages import Abort, Complete, Mode, Open, Opened, Renew, check_versions
 from pdxfer.packing import EdgeProgram, RequestShape, Side
 from pdxfer.plan import Edge, Plan, make_plan
 from pdxfer.spec import request_bytes
@@ -319,7 +319,10 @@ class Fetch:
         try:
             with stats.stage("negotiate"):
                 message = self._open_message(peer, plan, edge, address)
-                asked = self._ask_on(channel, message)
+                window = self._window
+                if check_versions(peer.description) < 2:  # which refuses chunks that there are not
+                    window = min(window, len(make_program().chunks))
+                asked = self._ask_on(channel, message, window)
             program = make_program()  # while the source looks at the ticket
             if asked is not None and message.mode is Mode.DIRECT:
                 with stats.stage("plan"):
@@ -383,8 +386,12 @@ class Fetch:
             chunk_bytes=config.chunk_bytes,
         )  # fmt: skip
 
-    def _ask_on(self, channel: PeerChannel, message: Open) -> _Asked | None:
-        """Ask on the channel itself, where that is as good as control: a wake-up instead of a call. None: it is not."""
+    def _ask_on(self, channel: PeerChannel, message: Open, window: int) -> _Asked | None:
+        """Ask on the channel itself, where that is as good as control: a wake-up instead of a call. None: it is not.
+
+        Args:
+            window: how many chunks to ask for, or as many as there are.
+        """
         if not self.agent.transports[message.transport.partition("://")[0]].same_user:
             return None
         config, request = self.agent.config, METHODS["Open"].request.encode(message)
@@ -392,7 +399,7 @@ class Fetch:
             return None
         deadline_s = min(self.deadline_s, time.monotonic() + config.call_s)
         session = secrets.token_bytes(wire.SESSION_BYTES)
-        ask(channel, wire.Ask(session, request, config.digests, [*range(self._window)]), self._cancel, deadline_s)
+        ask(channel, wire.Ask(session, request, config.digests, [*range(window)]), self._cancel, deadline_s)
         return session, deadline_s
 
     def _open(

@@ -41,7 +41,8 @@ from pdxfer.errors import (
 from pdxfer.kernels import Offsets, as_buffer, settle
 from pdxfer.lanes import lane
 from pdxfer.messages import Mode
-from pdxfer.packing import Buffers, Chunk, EdgeProgram, Segment, Side
+from pdxfer.packing import Chunk, EdgeProgram, Segment
+from pdxfer.pages import Buffers, Side
 from pdxfer.transfer import Cancel, Intake
 from pdxfer.transport.base import Channel, Message, RemoteRegion
 

@@ -6,7 +6,8 @@ import numpy as np
 import xxhash
 
 from pdxfer.layout import RankLayout
-from pdxfer.packing import EdgeProgram, RequestShape, Side, direct, pack, read_back, unpack
+from pdxfer.packing import EdgeProgram, direct, pack, read_back, unpack
+from pdxfer.pages import RequestShape, Side
 from pdxfer.plan import Plan
 from pdxfer.testing.oracle import Memory
 

@@ -110,7 +110,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
         _m("agent.keeper:Keeper.keep", "self._kept[ticket.transfer] = notes", "pass"),
     ),
     "a prefix that is here already is overwritten": (
-        _m("packing:RequestShape.rows", "self.first_token // component.tokens_per_row", "0"),
+        _m("pages:RequestShape.rows", "self.first_token // component.tokens_per_row", "0"),
     ),
     "a replaced session may complete": (
         _m("transfer:Offer._reader", "found.session != session", "False"),

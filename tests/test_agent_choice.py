@@ -16,7 +16,8 @@ from pdxfer.agent.peers import Layouts, Peers
 from pdxfer.agent.probe import link_rates, memory_rates
 from pdxfer.builders import Parallel
 from pdxfer.errors import MisuseError
-from pdxfer.packing import EdgeProgram, RequestShape
+from pdxfer.packing import EdgeProgram
+from pdxfer.pages import RequestShape
 from pdxfer.plan import Edge, make_plan
 from pdxfer.transport import create_transport
 from tests.conftest import require

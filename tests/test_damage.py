@@ -14,7 +14,8 @@ import pytest
 from pdxfer import wire
 from pdxfer.builders import Parallel
 from pdxfer.errors import CorruptError, TransportError
-from pdxfer.packing import EdgeProgram, RequestShape
+from pdxfer.packing import EdgeProgram
+from pdxfer.pages import RequestShape
 from pdxfer.plan import Edge, make_plan
 from pdxfer.testing.faults import Fault, FaultPlan, FaultyTransport
 from pdxfer.testing.oracle import Oracle

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from pdxfer import kernels, packing
 from pdxfer.errors import IncompatibleError, MisuseError
-from pdxfer.packing import EdgeProgram, RequestShape, Side
+from pdxfer.packing import EdgeProgram
+from pdxfer.pages import RequestShape, Side
 from pdxfer.plan import make_plan
 from pdxfer.testing.oracle import random_memory
 from pdxfer.testing.strategies import cases

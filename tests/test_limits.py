@@ -22,7 +22,8 @@ from pdxfer.agent.serve import SourceSession
 from pdxfer.builders import Parallel
 from pdxfer.directory import PrivateDirectory
 from pdxfer.errors import PdxferError, TransportError
-from pdxfer.packing import EdgeProgram, Side
+from pdxfer.packing import EdgeProgram
+from pdxfer.pages import Side
 from pdxfer.transfer import Hold, Offer
 from tests.chaos import ERRORS, Play, play
 from tests.pairs import SCHEMES, TOKENS, Ends, hand_over, pair, wait_until, withdraw
@@ -186,12 +187,20 @@ def test_a_private_directory_without_a_descriptor_leaves_none(tmp_path, monkeypa
     assert not os.listdir(tmp_path)
 
 
+@pytest.fixture
+def no_logs():
+    """pytest keeps the records of a test, and with an error's its frames."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.usefixtures("no_logs")
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_what_is_kept_of_transfers_that_ended_does_not_grow(monkeypatch, scheme):
     """Of each agent so many records, and timelines (theirs and the latest); no page, program, session or fetch."""
     for module in ("source", "journal"):
         monkeypatch.setattr(f"pdxfer.agent.{module}._ENDED_MAX", 4)
-    monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)  # pytest keeps what errors are logged
     with pair(*layouts(Parallel(tp=2), Parallel(tp=4)), transports=(scheme,)) as (source, target):
         for number in range(20):
             if number % 4:

@@ -14,7 +14,8 @@ from pdxfer import packing
 from pdxfer.builders import Parallel, Storage, build_layout
 from pdxfer.errors import CorruptError, IncompatibleError, MisuseError
 from pdxfer.models import load_config, preset_names, spec_from_config
-from pdxfer.packing import EdgeProgram, RequestShape, Side, direct, pack, unpack
+from pdxfer.packing import EdgeProgram, direct, pack, unpack
+from pdxfer.pages import RequestShape, Side
 from pdxfer.plan import make_plan
 from pdxfer.testing.oracle import Oracle, random_memory
 from pdxfer.testing.strategies import Case, cases, preset_spec, shrink_spec, usable_presets

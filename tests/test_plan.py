@@ -16,7 +16,8 @@ from pdxfer.errors import IncompatibleError, InternalError
 from pdxfer.footprint import Footprints
 from pdxfer.layout import Box, Holding, Layout, RankLayout, RegionShape, TokenOwnership
 from pdxfer.models import load_config, spec_from_config
-from pdxfer.packing import EdgeProgram, RequestShape
+from pdxfer.packing import EdgeProgram
+from pdxfer.pages import RequestShape
 from pdxfer.plan import CopyItem, Edge, Plan, make_plan, prove
 from pdxfer.spec import Axis, Ownership, Rule
 from pdxfer.testing.strategies import preset_spec

@@ -16,7 +16,8 @@ from pdxfer.builders import Parallel, Storage, build_layout
 from pdxfer.errors import IncompatibleError
 from pdxfer.layout import Box, Holding, Layout, RankLayout
 from pdxfer.models import load_config, spec_from_config
-from pdxfer.packing import EdgeProgram, RequestShape
+from pdxfer.packing import EdgeProgram
+from pdxfer.pages import RequestShape
 from pdxfer.plan import CopyItem, Plan, make_plan
 from pdxfer.spec import Axis, CacheSpec, Component, Growth, Ownership, Rule
 from pdxfer.testing.oracle import Difference, Memory, Oracle, random_memory

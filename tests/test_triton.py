@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pdxfer import kernels
 from pdxfer.errors import IncompatibleError, MisuseError
-from pdxfer.packing import RequestShape
+from pdxfer.pages import RequestShape
 from pdxfer.plan import make_plan
 from pdxfer.testing.oracle import random_memory
 from pdxfer.testing.strategies import cases

@@ -15,7 +15,7 @@ from pdxfer.connectors.vllm_tensors import CacheGroup, CacheView, GroupTable, Ra
 from pdxfer.errors import IncompatibleError, MisuseError
 from pdxfer.layout import Layout
 from pdxfer.models import spec_from_config
-from pdxfer.packing import RequestShape
+from pdxfer.pages import RequestShape
 from pdxfer.plan import make_plan
 from pdxfer.spec import CacheSpec
 from pdxfer.testing.oracle import Memory, Oracle

@@ -39,7 +39,7 @@ from pdxfer.agent.source import OnEnd
 from pdxfer.errors import AbortedError, DeadlineError, InternalError, MisuseError, PdxferError, PeerError
 from pdxfer.keys import TicketKeys
 from pdxfer.layout import Layout, RankLayout
-from pdxfer.packing import RequestShape
+from pdxfer.pages import RequestShape
 from pdxfer.plan import Plan, make_plan
 from pdxfer.ticket import RankIssuer, Ticket
 

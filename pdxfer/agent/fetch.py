@@ -43,7 +43,8 @@ from pdxfer.errors import (
     TransportError,
 )
 from pdxfer.messages import Abort, Complete, Mode, Open, Opened, Renew, check_versions
-from pdxfer.packing import EdgeProgram, RequestShape, Side
+from pdxfer.packing import EdgeProgram
+from pdxfer.pages import RequestShape, Side
 from pdxfer.plan import Edge, Plan, make_plan
 from pdxfer.spec import request_bytes
 from pdxfer.ticket import Ticket

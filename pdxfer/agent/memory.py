@@ -16,7 +16,7 @@ from pdxfer.agent.arena import Arena
 from pdxfer.errors import MisuseError
 from pdxfer.kernels import as_buffer, on_device, pin, unpin
 from pdxfer.layout import Layout, RegionShape
-from pdxfer.packing import Buffers, Side
+from pdxfer.pages import Buffers, Side
 from pdxfer.transfer import Ledger
 from pdxfer.transport import Region, Transport
 

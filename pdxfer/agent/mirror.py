@@ -19,7 +19,7 @@ import numpy as np
 from pdxfer.errors import MisuseError
 from pdxfer.kernels import BoundCopy, End, Part, RowCopy, as_buffer
 from pdxfer.layout import Layout
-from pdxfer.packing import RequestShape, Side
+from pdxfer.pages import RequestShape, Side
 from pdxfer.transport.vm import create_memfd
 
 __all__ = ["Mirror", "SharedMemory"]

@@ -23,7 +23,8 @@ from pdxfer.agent.arena import Arena
 from pdxfer.errors import DeadlineError, InternalError, MisuseError, PdxferError, PeerError, StaleError, TransportError
 from pdxfer.lanes import lane
 from pdxfer.messages import Mode
-from pdxfer.packing import Chunk, EdgeProgram, Side
+from pdxfer.packing import Chunk, EdgeProgram
+from pdxfer.pages import Side
 from pdxfer.transport import Channel, Region, Sending
 
 __all__ = ["Ask", "SourceSession", "serve_channel"]

@@ -64,7 +64,7 @@ from pdxfer.messages import (
     Renewed,
     check_versions,
 )
-from pdxfer.packing import RequestShape
+from pdxfer.pages import RequestShape
 from pdxfer.ticket import RankIssuer, Ticket
 from pdxfer.transport import NETWORK_SCHEMES, Listener, Region, Transport, create_transport, known_schemes
 from pdxfer.transport.curve import new_keys

@@ -30,7 +30,8 @@ from pdxfer.agent.serve import SourceSession
 from pdxfer.errors import AbortedError, ExhaustedError, IncompatibleError, MisuseError, StaleError, TicketError
 from pdxfer.keys import TicketKeys
 from pdxfer.messages import LIMITS, Abort, Complete, Completed, Mode, Open, Opened, Renew, Renewed
-from pdxfer.packing import EdgeProgram, RequestShape, Side
+from pdxfer.packing import EdgeProgram
+from pdxfer.pages import RequestShape, Side
 from pdxfer.plan import Edge, Plan, make_plan
 from pdxfer.ticket import RankIssuer, Ticket, unseal
 from pdxfer.trace import current, traceparent

@@ -21,7 +21,7 @@ from pdxfer.builders import Parallel, Storage, build_layout
 from pdxfer.errors import CorruptError, MisuseError
 from pdxfer.layout import Holding, Layout, RankLayout
 from pdxfer.models import load_config, spec_from_config
-from pdxfer.packing import RequestShape
+from pdxfer.pages import RequestShape
 from pdxfer.sizing import parse_bytes
 from pdxfer.spec import Axis, CacheSpec, Component, Growth, Ownership, Rule
 

@@ -22,7 +22,8 @@ from pdxfer.errors import MisuseError
 from pdxfer.kernels import Offsets
 from pdxfer.layout import Layout, RankLayout
 from pdxfer.models import load_config, spec_from_config
-from pdxfer.packing import Buffers, EdgeProgram, RequestShape, Side
+from pdxfer.packing import EdgeProgram
+from pdxfer.pages import Buffers, RequestShape, Side
 from pdxfer.plan import Edge, Plan, make_plan
 from pdxfer.spec import CacheSpec
 

@@ -16,7 +16,8 @@ from pdxfer.bench.case import Case, End
 from pdxfer.errors import InternalError
 from pdxfer.kernels import Offsets
 from pdxfer.layout import Holding
-from pdxfer.packing import Chunk, EdgeProgram, Segment, Side
+from pdxfer.packing import Chunk, EdgeProgram, Segment
+from pdxfer.pages import Side
 from pdxfer.plan import CopyItem, Edge, make_plan
 
 __all__ = ["Move", "Part", "moves"]

@@ -14,7 +14,8 @@ from pdxfer.builders import PLACEMENTS, Parallel, Storage, build_layout
 from pdxfer.errors import MisuseError
 from pdxfer.hf_config import did_you_mean
 from pdxfer.layout import Layout
-from pdxfer.packing import EdgeProgram, RequestShape
+from pdxfer.packing import EdgeProgram
+from pdxfer.pages import RequestShape
 from pdxfer.plan import Plan, make_plan
 from pdxfer.spec import DTYPE_BYTES, CacheSpec, Component, Growth
 

@@ -401,7 +401,8 @@ def _figures(agent: Agent | SidecarAgent, received: Received) -> dict[str, Any]:
 
 def _carried(agent: Agent | SidecarAgent, received: Received, ends: tuple[int, int, bool]) -> list[list[str]]:
     """Names of the components in each message of an edge."""
-    from pdxfer.packing import EdgeProgram, RequestShape
+    from pdxfer.packing import EdgeProgram
+    from pdxfer.pages import RequestShape
     from pdxfer.plan import Edge
 
     ticket = received.ticket

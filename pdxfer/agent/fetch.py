@@ -314,6 +314,7 @@ class Fetch:
 
     def _attempt(self, plan: Plan, edge: Edge, peer: Peer, *, fresh: bool) -> None:
         stats = EdgeStats(edge.source, edge.target, edge.relay)
+        self.timeline.edges.append(stats)
         make_program = cache(partial(self._program, plan, edge, stats))
         with stats.stage("negotiate"):
             address, channel, choice = self._lend(peer, lambda: Work.of(make_program()), fresh=fresh)

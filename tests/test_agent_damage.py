@@ -80,7 +80,7 @@ def test_without_digests_the_flipped_bit_is_not_found():
 
 @pytest.mark.parametrize("trick", ["twice", "unasked", "beyond", "other session", "no digests", "no data", "swapped"])
 def test_frames_that_the_protocol_does_not_have_are_refused(trick):
-    with pair(*layouts(Parallel(), Parallel()), mode="packed", chunk_bytes=4096) as (source, target):
+    with pair(*layouts(Parallel(), Parallel()), mode="packed", chunk_bytes=4096, window=2) as (source, target):
         agent = target.agents[0]
         agent.transports["memory"] = Trickster(trick).wrap(agent.transports["memory"])
         error = fails(source, target, PdxferError)

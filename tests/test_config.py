@@ -186,7 +186,7 @@ def test_a_hangup_takes_over_what_may_change(tmp_path):
         def says(text):
             assert wait_until(lambda: text in log.read_text(), timeout_s=30.0), log.read_text()
 
-        written(tmp_path, "drain_s = 2\nworker = 'w'\n[agent]\nlease_s = '5s'\nwindow = 4\n")
+        written(tmp_path, "drain_s = 2\nworker = 'w'\n[agent]\nlease_s = '5s'\nwindow = 5\n")
         daemon.process.send_signal(signal.SIGHUP)
         says("needs a restart: agent.window, worker")
         written(tmp_path, "drane_s = 2\n")

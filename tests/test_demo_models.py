@@ -120,7 +120,7 @@ def test_caches_of_all_ranks_together_are_the_caches_of_one_process(ranks, name,
         for _, caches in ranks[name, size]:
             box, values = caches[key]
             where = (slice(None), *(slice(a, b) for a, b in zip(box.starts, box.stops, strict=True)))
-            numpy.testing.assert_allclose(values, expected[where], rtol=1e-5, atol=1e-5, err_msg=str(key))
+            numpy.testing.assert_allclose(values, expected[where], rtol=1e-4, atol=1e-4, err_msg=str(key))
             covered[where] = True
         assert covered.all(), key
 

@@ -98,7 +98,7 @@ def _completed(target, asked, opened):
 def test_an_edge_that_ended_without_a_word_is_no_success(monkeypatch):
     """READY was concluded from threads that were gone and had not complained."""
     edge = Fetch._edge
-    monkeypatch.setattr(Fetch, "_edge", lambda self, plan, at, find: None if at.relay else edge(self, plan, at, find))
+    monkeypatch.setattr(Fetch, "_edge", lambda self, plan, at, *how: None if at.relay else edge(self, plan, at, *how))
     with pair(*layouts(Parallel(tp=1), Parallel(tp=2))) as (source, target):
         ticket = source.offer("one", TOKENS)
         target.reserve("one", TOKENS)

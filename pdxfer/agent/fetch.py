@@ -498,10 +498,10 @@ class Fetch:
     def _await_readers(self) -> None:
         """Our pages may not change (and we are not READY) before every sibling has read its share."""
         relay = self._relay
-        while relay is not None and relay.ended != "completed":
+        while relay is not None and (ended := relay.ended) != "completed":  # read once: others write it
             self._cancel.check()
-            if relay.ended:
-                raise PeerError(f"{self.ticket.transfer}: a sibling gave up: {relay.ended}")
+            if ended:
+                raise PeerError(f"{self.ticket.transfer}: a sibling gave up: {ended}")
             if time.monotonic() > self.deadline_s:
                 raise DeadlineError(f"{self.ticket.transfer}: a sibling did not read its share in time")
             self._cancel.wait(0.0005)

@@ -36,9 +36,9 @@ def installed():
 def test_the_suite_in_a_process_of_its_own():
     suite = Path(__file__).with_name("ucx_suite.py")
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", str(suite)], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "pytest", "-v", str(suite)], capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stdout[-8000:]
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-8000:]
 
 
 @pytest.mark.parametrize("order", [("ucx", "nixl"), ("nixl", "ucx")])

@@ -472,9 +472,8 @@ class Fetch:
                 except StaleError:
                     raise
                 except PdxferError as error:
-                    _log.info(
-                        "transfer %s: %s can't say whether it holds on: %s", self.ticket.transfer, peer.address, error
-                    )
+                    what, about = "transfer %s: %s can't say whether it holds on: %s", self.timeline.about()
+                    _log.info(what, self.ticket.transfer, peer.address, error, extra=about)
             raise
 
     def _renew(self, peer: Peer, opened: Opened) -> None:

@@ -106,11 +106,12 @@ _FIELDS: dict[str, tuple[str, dict[str, Any]]] = {
 _ONLY_VLLM: dict[str, dict[str, Any]] = {"deepseek-v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}}
 
 #: Options that ``vllm serve`` needs to compute a model as it is. The rotary embedding kernel of vLLM 0.32 for CPUs
-#: reads MLA's queries and keys with wrong strides: what it makes of a token depends on the tokens beside it.
+#: reads MLA's queries and keys with wrong strides: what it makes of a token depends on the tokens beside it. S is
+#: float32 in so many words: where the CPU has AVX512-BF16, vLLM makes it that by itself; elsewhere, the model's dtype.
 SERVER_ARGUMENTS: dict[str, tuple[str, ...]] = {
     "deepseek-v3": ("--compilation-config", '{"custom_ops": ["-rotary_embedding"]}'),
     "llama": (),
-    "qwen3-next": (),
+    "qwen3-next": ("--mamba-ssm-cache-dtype", "float32"),
 }
 
 #: (tokens, of which shared with other prompts, seed of the rest): in greedy answers of 32 tokens to these, by

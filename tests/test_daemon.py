@@ -27,6 +27,7 @@ from pdxfer.agent.spawn import DaemonProcess
 from pdxfer.builders import Parallel
 from pdxfer.control import ControlClient
 from pdxfer.errors import AbortedError, DeadlineError, MisuseError, PdxferError, PeerError, TicketError
+from pdxfer.testing.oracle import Memory, Oracle
 from pdxfer.ticket import issue_ticket
 from pdxfer.transfer import State
 from tests.pairs import Ends, hand_over, pair, wait_until
@@ -388,6 +389,37 @@ def test_what_is_refused_by_a_sidecar_that_dies_is_not_ended_once_more(directory
             engine.withdraw("three")
             assert wait_until(lambda: last, timeout_s=20.0)  # by the same thread, in order
             assert called == []
+
+
+def test_a_sidecar_that_dies_leaves_what_has_arrived(directory):
+    """It was lost, its pages free; then it was copied into them all the same, READY, from a twin that was cleared."""
+    at_source, at_target = layouts(Parallel(), Parallel())
+    called, goes_on, ended = threading.Event(), threading.Event(), []
+
+    def slow(*_):
+        called.set()
+        goes_on.wait(60.0)
+
+    with DaemonProcess(f"{directory}/p/s") as daemon, Worker(at_source, seed=1) as peer:
+        rank = Rank(at_target, seed=2, sidecar=daemon.socket, own_memory="numpy")
+        with rank.agent as engine:
+            engine.offer("busy", rank.reserve("busy", TOKENS), kv_tokens=TOKENS, on_end=slow)
+            engine.withdraw("busy")
+            assert called.wait(20.0)
+            oracle = Oracle.of(at_source, key="one", tokens=TOKENS)
+            ticket, tables = peer.offer("one", TOKENS, oracle=oracle), rank.reserve("one", TOKENS)
+            memory = Memory(layout=at_target, buffers=(rank.buffers,), tables=(tables,))
+            before = memory.copy()
+            fetch = engine.start_fetch(ticket, tables, on_done=lambda: ended.append(fetch.state))
+            assert wait_until(lambda: not engine._jobs.empty(), timeout_s=20.0)
+            daemon.restart()
+            assert wait_until(lambda: engine.reattached == 1, timeout_s=60.0)
+            assert (fetch.done, fetch.settle(), fetch.state) == (False, False, State.RECEIVING)
+            goes_on.set()
+            fetch.wait().release()
+            oracle.check(memory, before)
+            assert wait_until(lambda: ended, timeout_s=20.0)
+            assert len(ended) == 1
 
 
 def settled(daemon, directory):

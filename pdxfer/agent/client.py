@@ -480,6 +480,7 @@ class SidecarAgent:
         if found[0].bring is None:
             self._finish(fetch, found, received)
         else:
+            found[0].arrived = True
             self._jobs.put(partial(self._bring_back, fetch, found, received))
 
     def _bring_back(self, number: int, found: _Fetching, received: Received) -> None:
@@ -538,7 +539,8 @@ class SidecarAgent:
             self._pipe = None
             answers, self._answers = self._answers, {}
             offers, self._offers = self._offers, {}
-            fetches, self._fetches = self._fetches, {}
+            fetches = {number: found for number, found in self._fetches.items() if not found[0].arrived}
+            self._fetches = {number: found for number, found in self._fetches.items() if found[0].arrived}
         pipe.close()
         if not self._closing.is_set():
             _log.error("the sidecar at %s is gone (%s): %d offers and %d fetches are lost",

@@ -32,6 +32,7 @@ class SidecarFetch:
         self._agent, self._number, self.ticket, self.bring = agent, number, ticket, bring
         self._deadline_s = time.monotonic() + timeout_s + _PATIENCE_S
         self.begun = False  # what it raises at its beginning is all that the engine hears
+        self.arrived = False  # whole and verified in memory that is ours: no end of the sidecar takes it back
         self._over = threading.Event()
         self._settled = False
         self._taken = False

@@ -5,12 +5,16 @@ from __future__ import annotations
 import logging
 import math
 import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, replace
 from types import SimpleNamespace
 
 import pytest
 
 from pdxfer.agent import Agent, AgentConfig, service
+from pdxfer.agent import peers as peers_module
 from pdxfer.agent.choice import LinkRates, Rates, Work, estimates, pick, preference
 from pdxfer.agent.peers import Layouts, Peers
 from pdxfer.agent.probe import link_rates, memory_rates
@@ -22,7 +26,7 @@ from pdxfer.plan import Edge, make_plan
 from pdxfer.transport import create_transport
 from tests.conftest import require
 from tests.pairs import TOKENS, hand_over, pair
-from tests.workers import hybrid_spec, layouts
+from tests.workers import Worker, hybrid_spec, layouts
 
 RATES = Rates(copy_byte_s=1e-10, copy_run_s=1e-8, digest_byte_s=0.4e-10)
 SHM = LinkRates(byte_s=0.0, message_s=5e-5, read_byte_s=0.5e-10, read_run_s=5e-7)
@@ -148,17 +152,86 @@ def test_a_transport_that_did_not_connect_rests_before_it_is_tried_again():
         assert taken("one") == "tcp"
         os.rename(f"{path}.away", path)
         assert taken("two") == "tcp"
-        ((key, (why, _, rest_s)),) = peers._failed.items()
+        ((key, rest),) = peers._failed.items()
         assert set(peers.falling_back.values()) == {"shm"}
-        peers._failed[key] = (why, 0.0, rest_s)  # its time has come
+        rest.until_s = 0.0  # its time has come
         os.rename(path, f"{path}.away")
         assert taken("three") == "tcp"
-        assert peers._failed[key][2] == 2 * rest_s
+        assert peers._failed[key].rest_s == 2 * rest.rest_s
         os.rename(f"{path}.away", path)
-        peers._failed[key] = (why, 0.0, rest_s)
+        peers._failed[key].until_s = 0.0
         assert taken("four") == "shm"
         assert not peers._failed
         assert not peers.falling_back
+
+
+def test_what_fails_for_all_at_once_has_failed_once(monkeypatch):
+    """Eight at the same moment made it rest for five minutes."""
+    with pair(*layouts(Parallel(), Parallel()), transports=("shm", "tcp")) as (source, target):
+        peers, shm = target.agents[0].peers, target.agents[0].transports["shm"]
+        peer = peers.get(source.agents[0].address, epoch=None, deadline_s=time.monotonic() + 30.0)
+        os.unlink(source.agents[0]._listeners[0].contact_address.removeprefix("shm://"))
+        all_there, connect = threading.Barrier(8), shm.connect
+
+        def together(address, *, timeout_s):
+            all_there.wait(30.0)
+            return connect(address, timeout_s=timeout_s)
+
+        monkeypatch.setattr(shm, "connect", together)
+        with ThreadPoolExecutor(8) as pool:
+            lent = [pool.submit(peers.lend, peer, time.monotonic() + 30.0, lambda: work(4096)) for _ in range(8)]
+            for each in lent:
+                each.result()[1].close()
+        assert [rest.rest_s for rest in peers._failed.values()] == [peers_module._REST_S[0]]
+
+
+def test_one_alone_tries_again_what_did_not_connect(monkeypatch):
+    with pair(*layouts(Parallel(), Parallel()), transports=("shm", "tcp")) as (source, target):
+        peers, shm = target.agents[0].peers, target.agents[0].transports["shm"]
+        peer = peers.get(source.agents[0].address, epoch=None, deadline_s=time.monotonic() + 60.0)
+        path = source.agents[0]._listeners[0].contact_address.removeprefix("shm://")
+        os.rename(path, f"{path}.away")
+        hand_over(source, target, "one")
+        os.rename(f"{path}.away", path)
+        tries, goes_on, connect = threading.Semaphore(0), threading.Event(), shm.connect
+
+        def slow(address, *, timeout_s):
+            tries.release()
+            assert goes_on.wait(30.0)
+            return connect(address, timeout_s=timeout_s)
+
+        def lend():
+            address, channel, _ = peers.lend(peer, time.monotonic() + 60.0, lambda: work(4096))
+            channel.close()
+            return address.partition("://")[0]
+
+        monkeypatch.setattr(shm, "connect", slow)
+        (rest,) = peers._failed.values()
+        rest.until_s = 0.0  # its time has come
+        with ThreadPoolExecutor(1) as pool:
+            first = pool.submit(lend)
+            assert tries.acquire(timeout=30.0)
+            assert [lend(), lend()] == ["tcp", "tcp"]
+            goes_on.set()
+            assert first.result() == "shm"
+        assert not tries.acquire(blocking=False)
+        assert not peers._failed
+
+
+def test_of_peers_that_are_gone_no_path_rests():
+    """Each restart of a peer with a broken path left an entry, with the fetch that had met it."""
+    at_source, at_target = layouts(Parallel(), Parallel())
+    with Worker(at_target, seed=2, transports=("shm", "tcp")) as target:
+        peers = target.agents[0].peers
+        for key in ("one", "two"):
+            with Worker(at_source, seed=1, transports=("shm", "tcp")) as source:
+                os.unlink(source.agents[0]._listeners[0].contact_address.removeprefix("shm://"))
+                hand_over(source, target, key)
+                assert len(peers._failed) == 1
+                gone = source.agents[0].address
+            peers.drop(gone)
+            assert not peers._failed
+            assert not peers._idle
 
 
 def test_a_neighbour_without_shared_memory_is_warned_of_once(caplog):

@@ -72,6 +72,17 @@ class Peer:
         return {"peer": self.description.worker, "epoch": self.description.epoch.hex()}
 
 
+@dataclass(slots=True, kw_only=True)
+class _Rest:
+    """A path that did not connect: why, until when it rests and for how long, and when that was noted."""
+
+    why: str
+    reason: str
+    until_s: float
+    rest_s: float
+    noted_s: float
+
+
 class Peers:
     """All peers of one agent. Thread-safe."""
 
@@ -94,7 +105,7 @@ class Peers:
         self._used: dict[str, float] = {}  # address of a client -> when it was last asked for
         self._peers: dict[str, Peer] = {}
         self._idle: dict[tuple[str, bytes], list[PeerChannel]] = {}
-        self._failed: dict[tuple[str, bytes], tuple[PdxferError, float, float]] = {}  # path -> why, until, for s
+        self._failed: dict[tuple[str, bytes], _Rest] = {}  # by path
         self._lock = threading.Lock()
         self.fallbacks: Counter[tuple[str, str]] = Counter()
         self.falling_back: dict[str, str] = {}  # address of a peer -> the better transport that fails to it now
@@ -197,10 +208,12 @@ class Peers:
             if found is None or client not in (None, found):
                 return
             del self._clients[address], self._used[address]
-            self._peers.pop(address, None)  # it holds the client, too
+            peer = self._peers.pop(address, None)  # it holds the client, too
             self.falling_back.pop(address, None)
             for key in [key for key in self._told if key[0] == address]:
                 del self._told[key]
+        if peer is not None:
+            self._close_idle(peer)
         found.close()
 
     def lend(
@@ -209,8 +222,8 @@ class Peers:
         """Return an address and a channel to it for one transfer: an idle one, or (``fresh``) a new one; and why.
 
         Transports are tried best first, as our config orders them or (auto) by estimate; a slower one is taken with a
-        warning, once for each peer. One that did not connect is tried last for a while: a time-out is not to be paid
-        at each hand-off.
+        warning, once for each peer. One that did not connect is tried last for a while, and then by one caller alone:
+        a time-out is not to be paid at each hand-off.
 
         Raises:
             TransportError: none of the common transports connects. MisuseError: there is no common one.
@@ -218,7 +231,7 @@ class Peers:
         epoch = peer.description.epoch
         why, seconds, candidates = self._ordered(peer, work)
         resting = self._resting(epoch, candidates)
-        failures = {scheme: error.message for scheme, error in resting.items()}
+        failures = {scheme: rest.why for scheme, rest in resting.items()}
         for scheme, address in sorted(candidates, key=lambda candidate: candidate[0] in resting):
             better = [s for s, _ in candidates[: candidates.index((scheme, address))] if s in failures]
             if better:
@@ -233,6 +246,7 @@ class Peers:
                     failures[scheme] = error.message
                     self.fallbacks[(scheme, error.reason)] += 1
                     continue
+            self._connected(peer, scheme, address)
             self.fallbacks.update((name, resting[name].reason) for name in better if name in resting)
             return address, channel, choice
         if failures:
@@ -243,30 +257,41 @@ class Peers:
         has = f"it has {peer.description.transports}, we have {sorted(self._transports)}"
         raise MisuseError(f"no transport in common with {peer.address}: {has}")
 
-    def _resting(self, epoch: bytes, candidates: list[tuple[str, str]]) -> dict[str, PdxferError]:
-        """Transports that did not connect and whose time to be tried again has not come, and why they did not."""
-        now_s = time.monotonic()
+    def _resting(self, epoch: bytes, candidates: list[tuple[str, str]]) -> dict[str, _Rest]:
+        """Transports that did not connect and whose time to be tried again has not come, or that another one tries."""
+        now_s, found = time.monotonic(), dict[str, _Rest]()
         with self._lock:
-            found = {scheme: self._failed.get((address, epoch)) for scheme, address in candidates}
-        return {scheme: failed[0] for scheme, failed in found.items() if failed and now_s < failed[1]}
+            for scheme, address in candidates:
+                if (rest := self._failed.get((address, epoch))) is None:
+                    continue
+                if now_s < rest.until_s:
+                    found[scheme] = rest
+                else:
+                    rest.until_s = now_s + _CONNECT_S  # this caller tries it
+        return found
 
     def _connect(self, peer: Peer, scheme: str, address: str, deadline_s: float) -> Channel:
         """Connect; a failure is remembered with the path, warned of once, and told where ``falling_back`` is read."""
-        path = (address, peer.description.epoch)
+        path, began_s = (address, peer.description.epoch), time.monotonic()
         try:
-            channel = self._transports[scheme].connect(address, timeout_s=_time_left(deadline_s, _CONNECT_S))
+            return self._transports[scheme].connect(address, timeout_s=_time_left(deadline_s, _CONNECT_S))
         except (TransportError, DeadlineError, MisuseError) as error:
             with self._lock:
-                rest_s = min(2 * self._failed[path][2], _REST_S[1]) if path in self._failed else _REST_S[0]
-                self._failed[path] = error, time.monotonic() + rest_s, rest_s
-            self.falling_back.setdefault(peer.address, scheme)
+                now_s, rest_s, last = time.monotonic(), _REST_S[0], self._failed.get(path)
+                if last is not None:  # one that was noted while we tried is the same failure
+                    rest_s = last.rest_s if began_s < last.noted_s else min(2 * last.rest_s, _REST_S[1])
+                self._failed[path] = _Rest(
+                    why=error.message, reason=error.reason, until_s=now_s + rest_s, rest_s=rest_s, noted_s=now_s
+                )
+                self.falling_back.setdefault(peer.address, scheme)
             self._warn(peer, f"transport {scheme} does not connect, the next is tried: {error.message}")
             raise
+
+    def _connected(self, peer: Peer, scheme: str, address: str) -> None:
         with self._lock:
-            self._failed.pop(path, None)
-        if self.falling_back.get(peer.address) == scheme:
-            del self.falling_back[peer.address]
-        return channel
+            self._failed.pop((address, peer.description.epoch), None)
+            if self.falling_back.get(peer.address) == scheme:
+                del self.falling_back[peer.address]
 
     def _ordered(self, peer: Peer, work: Callable[[], Work]) -> tuple[str, dict[str, float], list[tuple[str, str]]]:
         """Why, estimates, and (scheme, address) of the transports in common, best first."""
@@ -347,6 +372,8 @@ class Peers:
                 self._idle[key] = [channel for channel in idle if _alive(channel)]
                 if not self._idle[key]:
                     del self._idle[key]
+            for path in [path for path, rest in self._failed.items() if now_s > rest.until_s + _REST_S[1]]:
+                del self._failed[path]
             unused = {address: now_s - self._used[address] for address in self._clients}
             bounds = {address: _KNOWN_S if address in self._peers else _STRAY_S for address in unused}
         for address, unused_s in unused.items():

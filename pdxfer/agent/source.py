@@ -82,12 +82,13 @@ class _Record:
     ready: threading.Event | None = None
     sessions: dict[bytes, SourceSession] = field(default_factory=dict)
     session_names: list[bytes] = field(default_factory=list)
+    replaced: list[bytes] = field(default_factory=list)
     read: set[bytes] = field(default_factory=set)
     fencing: threading.Lock = field(default_factory=threading.Lock)
 
     def quiet(self) -> bool:
         """Whether no thread reads its pages, nor will."""
-        return all(session.quiet() for session in self.sessions.values())
+        return all(session.quiet() for session in list(self.sessions.values()))
 
     def forget_request(self) -> None:
         """Drop what grows with the request's length."""
@@ -250,6 +251,7 @@ class Source:
             earlier = record.sessions.get(replaced)
         if earlier is not None:  # nobody may read for it any more: its reader has come anew
             earlier.close()
+            self._forget_replaced(record, replaced)
         scheme = message.transport.partition("://")[0]
         record.timeline.peer, record.timeline.layout = message.target_worker, message.layout_digest
         record.timeline.trace = record.timeline.trace or current.get()
@@ -266,6 +268,17 @@ class Source:
             payload_bytes=program.payload_bytes,
             mode=served.mode,
         )
+
+    def _forget_replaced(self, record: _Record, name: bytes) -> None:
+        """Forget a session, and those before it, once no thread packs for them: readers may come anew without end."""
+        with self._lock:
+            record.replaced.append(name)
+            for each in [n for n in record.replaced if n not in record.sessions or record.sessions[n].quiet()]:
+                record.replaced.remove(each)
+                record.sessions.pop(each, None)
+                if each in record.session_names:
+                    record.session_names.remove(each)
+                    del self._by_session[each]
 
     def _check_quota(self, record: _Record, reader: int, nbytes: int, owners: Owners) -> None:
         try:
@@ -549,7 +562,7 @@ class Source:
         self._count(record)
         what, about = "transfer %s ended at the source: %s", record.timeline.about()
         _log.warning(what, record.offer.transfer, record.offer.ended, extra=about)
-        for session in record.sessions.values():
+        for session in list(record.sessions.values()):
             session.close()
         if record.hold is not None:
             with self._lock:

@@ -264,6 +264,23 @@ def test_a_fetch_that_can_t_even_begin_says_so_at_once(directory):
         target.fetch(ticket, "one")[0].release()
 
 
+def test_a_device_has_it_all_before_the_engine_hears_of_it(directory, monkeypatch):
+    """Copies to a device are queued on a stream of ours, for which the engine's does not wait."""
+    states = []
+    with both(directory, own_memory="numpy") as (source, target):
+        target.reserve("one", TOKENS)
+        (rank,) = target.ranks
+        before = [buffer.copy() for buffer in rank.buffers]
+
+        def waits(buffers):
+            copied = any((now != then).any() for now, then in zip(rank.buffers, before, strict=True))
+            states.append((len(buffers), copied, [fetch.state for fetch, _ in rank.agent._fetches.values()]))
+
+        monkeypatch.setattr("pdxfer.agent.mirror.settle", waits)
+        target.fetch(source.offer("one", TOKENS), "one")[0].release()
+        assert states == [(len(rank.buffers), True, [State.RECEIVING])]
+
+
 # ---------------------------------------------------------------- death
 
 

@@ -128,21 +128,18 @@ class Daemon:
 
     def drain(self) -> None:
         """Take nothing new from now on; see the module for the order. Idempotent, returns at once."""
-        with self._changed:
+        with self._changed:  # for all of it: an undrain at the same moment comes before, or after
             self.draining = True
-        self.set_ready(False)
-        with self._changed:
-            agents = list(self.agents.values())
-        for agent in agents:
-            agent.drain()
+            self.set_ready(False)
+            for agent in self.agents.values():
+                agent.drain()
 
     def undrain(self) -> None:
         """Take new work and engines again: a drain that was meant for an engine's restart is over. Idempotent."""
         with self._changed:
             self.draining = False
-            agents = list(self.agents.values())
-        for agent in agents:
-            agent.undrain()
+            for agent in self.agents.values():
+                agent.undrain()
 
     def underway(self) -> int:
         """Offers and fetches whose end their engine has not been told."""
@@ -193,7 +190,12 @@ class Daemon:
                 continue
             with self._changed:
                 self._engines.add(engine)
-            engine.start()
+            try:
+                engine.start()
+            except RuntimeError as error:  # no thread is left
+                _log.warning("an engine is turned away: %s", error)
+                self.forget(engine)
+                engine.pipe.close()
 
     def take(self, rank: int, agent: Agent) -> None:
         """Give a rank to an agent; its former one may just be ending. Raises MisuseError when it lives."""
@@ -206,8 +208,10 @@ class Daemon:
         """A rank's agent has started."""
         if self._watch is not None:
             self._watch.add(agent)
-        if self.draining:  # it began while it was attached
-            agent.drain()
+        with self._changed:  # what began while it was attached
+            agent.reconfigure(self.config.agent)
+            if self.draining:
+                agent.drain()
 
     def tidy_soon(self) -> None:
         """Collect what went in circles when it ended (errors and their frames, agents and their peers): it may keep
@@ -215,9 +219,11 @@ class Daemon:
         """
         with self._changed:
             if self._tidy is None and not self._closing.is_set():
-                self._tidy = threading.Timer(_TIDY_S, self._tidy_up)
-                self._tidy.daemon = True
-                self._tidy.start()
+                timer = threading.Timer(_TIDY_S, self._tidy_up)
+                timer.daemon = True
+                with suppress(RuntimeError):  # no thread is left: the next end tries again
+                    timer.start()
+                    self._tidy = timer
 
     def _tidy_up(self) -> None:
         with self._changed:

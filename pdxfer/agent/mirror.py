@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from pdxfer.errors import MisuseError
-from pdxfer.kernels import BoundCopy, End, Part, RowCopy, as_buffer
+from pdxfer.kernels import BoundCopy, End, Part, RowCopy, as_buffer, settle
 from pdxfer.layout import Layout
 from pdxfer.pages import RequestShape, Side
 from pdxfer.transport.vm import create_memfd
@@ -63,6 +63,7 @@ class Mirror:
         """Copy what a transfer wrote into the shared memory to the engine's."""
         for copy in self._copies(tables, shape, self._shared, self._own):
             copy.copy()
+        settle(self._own)  # a device has only queued it, on a stream that is not the engine's
 
     def clear(self) -> None:
         """Give the shared memory back to the system; only while no transfer is underway."""

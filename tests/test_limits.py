@@ -5,10 +5,13 @@ from __future__ import annotations
 import errno
 import gc
 import logging
+import math
 import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from collections import Counter
 from contextlib import suppress
 from functools import partial
@@ -21,9 +24,11 @@ from pdxfer.agent.journal import Timeline
 from pdxfer.agent.serve import SourceSession
 from pdxfer.builders import Parallel
 from pdxfer.directory import PrivateDirectory
-from pdxfer.errors import PdxferError, TransportError
+from pdxfer.errors import ExhaustedError, PdxferError, TransportError
+from pdxfer.messages import Mode, Open
 from pdxfer.packing import EdgeProgram
 from pdxfer.pages import Side
+from pdxfer.plan import make_plan
 from pdxfer.transfer import Hold, Offer
 from tests.chaos import ERRORS, Play, play
 from tests.pairs import SCHEMES, TOKENS, Ends, hand_over, pair, wait_until, withdraw
@@ -94,6 +99,37 @@ def test_whoever_can_t_accept_now_accepts_later(monkeypatch):
 
         monkeypatch.setattr(listener, "accept", refuse)
         assert wait_until(lambda: len(failures) == 2, timeout_s=30.0)
+        hand_over(source, target, "one")
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 4, 8])
+def test_no_more_threads_is_an_error_that_ends(count, monkeypatch):
+    """Pages stayed reserved, the keeper and gRPC's server ended for good, and ``close`` waited for ever."""
+    start, left = threading.Thread.start, [math.inf]
+
+    def scarce(thread):
+        if left[0] <= 0:
+            raise RuntimeError("can't start new thread")
+        left[0] -= 1
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", scarce)
+    with pair(*layouts(Parallel(tp=2), Parallel(tp=2)), transports=("shm",)) as (source, target):
+        ends, outcomes = Ends(), set()
+        ticket = source.offer("lost", TOKENS, on_end=ends)
+        target.reserve("lost", TOKENS)
+        left[0] = count
+        for rank in target.ranks:
+            try:
+                rank.agent.fetch(ticket, rank.tables["lost"], timeout_s=5.0).release()
+            except PdxferError as error:
+                outcomes.add(type(error).__name__)
+        with suppress(ExhaustedError):
+            target.agents[0].start_fetch(ticket, target.ranks[0].tables["lost"]).join(30.0)
+        left[0] = math.inf
+        assert outcomes <= {"ExhaustedError", *ERRORS}, "each by name"
+        withdraw(source, "lost", ends)
+        assert wait_until(lambda: not any(agent.underway() for agent in target.agents), timeout_s=30.0)
         hand_over(source, target, "one")
 
 
@@ -219,14 +255,35 @@ def test_what_is_kept_of_transfers_that_ended_does_not_grow(monkeypatch, scheme)
         assert not any(record.hold.units for record in records)
 
 
+def test_a_reader_that_opens_again_and_again_has_one_session():
+    """Each was remembered until the transfer had ended."""
+    with pair(*layouts(Parallel(), Parallel()), transports=("shm",)) as (source, target):
+        ends, (agent,), (serves,) = Ends(), target.agents, source.agents
+        ticket = source.offer("one", TOKENS, on_end=ends)
+        peer = agent.peers.get(serves.address, epoch=None, deadline_s=time.monotonic() + 30.0)
+        message = Open(
+            transfer="one", ticket=ticket.encode(), epoch=agent.epoch, source_epoch=serves.epoch, target_worker="D",
+            target_rank=0, layout_digest=target.layout.digest, first_token=0, relay=False, chunk_bytes=64 << 10,
+            plan_digest=make_plan(source.layout, target.layout).digest, mode=Mode.DIRECT,
+            transport=serves.contact_addresses[0],
+        )  # fmt: skip
+        names = [peer.client.open(message, timeout_s=30.0).session for _ in range(20)]
+        (record,) = serves.source._records.values()
+        assert [[*record.sessions], record.session_names, [*serves.source._by_session]] == [names[-1:]] * 3
+        target.reserve("one", TOKENS)
+        target.fetch(ticket, "one")[0].release()
+        ends.wait(1)
+        assert ends.outcomes == ["completed"]
+
+
 @pytest.mark.parametrize("forgotten", [True, False])
 def test_clients_that_nobody_asks_for_are_closed(monkeypatch, forgotten):
     """Those of a peer that died are used no more, and there is another one after every restart."""
-    monkeypatch.setattr(f"pdxfer.agent.peers.{'_STRAY_S' if forgotten else '_KNOWN_S'}", 0.0)
     with pair(*layouts(Parallel(), Parallel())) as (source, target):
         hand_over(source, target, "one")
         peers = target.agents[0].peers
         client = peers.client(source.agents[0].address)
+        monkeypatch.setattr(f"pdxfer.agent.peers.{'_STRAY_S' if forgotten else '_KNOWN_S'}", 0.0)
         for peer, _ in peers.known() if forgotten else ():
             peers.forget(peer)
         assert wait_until(lambda: client._closed, timeout_s=30.0)  # the agent's own sweeper does it

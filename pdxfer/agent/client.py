@@ -36,7 +36,16 @@ from pdxfer.agent.mirror import Mirror, SharedMemory
 from pdxfer.agent.service import Agent
 from pdxfer.agent.sidecar_fetch import SidecarFetch, edge_from
 from pdxfer.agent.source import OnEnd
-from pdxfer.errors import AbortedError, DeadlineError, InternalError, MisuseError, PdxferError, PeerError
+from pdxfer.agent.threads import start_thread
+from pdxfer.errors import (
+    AbortedError,
+    DeadlineError,
+    ExhaustedError,
+    InternalError,
+    MisuseError,
+    PdxferError,
+    PeerError,
+)
 from pdxfer.keys import TicketKeys
 from pdxfer.layout import Layout, RankLayout
 from pdxfer.pages import RequestShape
@@ -159,9 +168,7 @@ class SidecarAgent:
             raise MisuseError("start comes once, after attach")
         self._hand_over(pipe, self._layout)
         for name, target in (("reader", self._run), ("callbacks", self._work)):
-            thread = threading.Thread(target=target, name=f"pdxfer-{self.config.rank}-sidecar-{name}", daemon=True)
-            self._threads.append(thread)
-            thread.start()
+            self._threads.append(start_thread(f"pdxfer-{self.config.rank}-sidecar-{name}", target))
 
     def _hand_over(self, pipe: Pipe, layout: Layout) -> None:
         for shared in self._shared:
@@ -447,7 +454,10 @@ class SidecarAgent:
     def _on_fence(self, transfer: str) -> None:
         with self._lock:
             offered = self._offers.get(transfer)
-        threading.Thread(target=self._pass_fence, args=(transfer, offered), name="pdxfer-fence", daemon=True).start()
+        try:
+            start_thread("pdxfer-fence", self._pass_fence, transfer, offered)
+        except ExhaustedError as error:
+            self.tell("fenced", transfer=transfer, error=str(error))
 
     def _pass_fence(self, transfer: str, offered: _Offered | None) -> None:
         error = ""

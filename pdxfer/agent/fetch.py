@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 from pdxfer import wire
 from pdxfer.agent.choice import Choice, Work
 from pdxfer.agent.reasons import reason_of
+from pdxfer.agent.threads import start_thread
 from pdxfer.control.convert import METHODS
 from pdxfer.driver import EdgeReader, EdgeStats, PeerChannel, answered, ask
 from pdxfer.errors import (
@@ -129,10 +130,18 @@ class Fetch:
         self._lock = threading.Lock()
 
     def start(self, on_done: Callable[[], None] | None = None) -> None:
-        """Begin in a thread of its own; called once, or ``run`` is. ``on_done`` must not raise."""
+        """Begin in a thread of its own; called once, or ``run`` is. ``on_done`` must not raise.
+
+        Raises:
+            ExhaustedError: there is no thread; it has ended, and ``on_done`` is not called.
+        """
         self._on_done = on_done
-        name = f"pdxfer-{self.agent.config.rank}-fetch"
-        threading.Thread(target=self.run, name=name, daemon=True).start()
+        try:
+            start_thread(f"pdxfer-{self.agent.config.rank}-fetch", self.run)
+        except ExhaustedError as error:
+            self._fail(error)
+            self._done.set()
+            raise
 
     @property
     def side(self) -> Side:
@@ -274,11 +283,8 @@ class Fetch:
         return self.agent.peers.get(self.agent.siblings[rank], epoch=None, deadline_s=self.deadline_s)
 
     def _spawn(self, plan: Plan, edge: Edge, peer: Callable[[], Peer]) -> threading.Thread:
-        thread = threading.Thread(
-            target=self._edge, args=(plan, edge, peer), name=f"pdxfer-{edge.target}-from-{edge.source}", daemon=True
-        )
+        thread = start_thread(f"pdxfer-{edge.target}-from-{edge.source}", self._edge, plan, edge, peer)
         self._threads.append(thread)
-        thread.start()
         return thread
 
     def _join(self, threads: Sequence[threading.Thread]) -> None:

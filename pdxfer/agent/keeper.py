@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from pdxfer.agent.peers import Peers
-from pdxfer.errors import PdxferError, StaleError, TicketError
+from pdxfer.agent.threads import start_thread
+from pdxfer.errors import ExhaustedError, PdxferError, StaleError, TicketError
 from pdxfer.messages import Abort, Renew
 from pdxfer.ticket import Ticket
 
@@ -109,8 +110,10 @@ class Keeper:
 
     def _wake(self) -> None:
         if self._thread is None and not self._closing.is_set():
-            self._thread = threading.Thread(target=self._run, name="pdxfer-keeper", daemon=True)
-            self._thread.start()
+            try:
+                self._thread = start_thread("pdxfer-keeper", self._run)
+            except ExhaustedError as error:  # whoever wakes it next tries again
+                _log.warning("no lease is renewed and nobody declined to now: %s", error)
         self._changed.notify_all()
 
     def _run(self) -> None:
@@ -126,8 +129,11 @@ class Keeper:
                 if not due:
                     self._changed.wait(next_s)
             for address, notes in due.items():
-                name = "pdxfer-keeper-lane"
-                threading.Thread(target=self._tell, args=(address, notes), name=name, daemon=True).start()
+                try:
+                    start_thread("pdxfer-keeper-lane", self._tell, address, notes)
+                except ExhaustedError as error:
+                    _log.warning("%s is told later: %s", address, error)
+                    self._leave(address)
             self._closing.wait(_ROUND_S)
 
     def _due(self, now_s: float) -> tuple[dict[str, list[_Note]], float]:
@@ -157,9 +163,12 @@ class Keeper:
                     self._retry_later(notes[index:], error)
                     return
         finally:
-            with self._changed:
-                self._busy.discard(address)
-                self._changed.notify_all()
+            self._leave(address)
+
+    def _leave(self, address: str) -> None:
+        with self._changed:
+            self._busy.discard(address)
+            self._changed.notify_all()
 
     def _call(self, note: _Note) -> None:
         client = self._peers.client(note.address)

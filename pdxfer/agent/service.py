@@ -33,6 +33,7 @@ from pdxfer.agent.peers import Layouts, Peers
 from pdxfer.agent.quotas import CallRates
 from pdxfer.agent.serve import serve_channel
 from pdxfer.agent.source import OnEnd, Source
+from pdxfer.agent.threads import start_thread
 from pdxfer.control import Caller, ControlServer, Credentials
 from pdxfer.control.convert import METHODS
 from pdxfer.control.tls import LOCAL
@@ -350,7 +351,8 @@ class Agent(ControlHandler):
         tenant: str | None = None,
         on_done: Callable[[], None] | None = None,
     ) -> Fetch:
-        """Begin to fetch a transfer into our own pages; see ``fetch``. Returns at once, or raises MisuseError.
+        """Begin to fetch a transfer into our own pages; see ``fetch``. Returns at once, or raises MisuseError, or
+        ExhaustedError where no thread is left.
 
         What is raised here is told to siblings, too: a worker of several ranks needs a fresh ticket then.
 
@@ -494,8 +496,7 @@ class Agent(ControlHandler):
             raise
 
     def _spawn(self, name: str, target: Callable[..., None], *args: Any) -> None:
-        thread = threading.Thread(target=target, args=args, name=f"pdxfer-{self.config.rank}-{name}", daemon=True)
-        thread.start()
+        thread = start_thread(f"pdxfer-{self.config.rank}-{name}", target, *args)
         self._threads = [t for t in self._threads if t.is_alive()] + [thread]
 
     def _accept(self, listener: Listener, scheme: str, source: Source) -> None:
@@ -512,7 +513,7 @@ class Agent(ControlHandler):
                 arena, stall_s = self.memory.arena(scheme), self.config.stall_s
                 ask = self._ask_open if self.transports[scheme].same_user else None
                 self._spawn(f"serve-{scheme}", serve_channel, channel, source.lookup, ask, arena, self._stop, stall_s)
-            except (ExhaustedError, RuntimeError) as error:  # no memory for staging, or for a thread
+            except ExhaustedError as error:  # no memory for staging, or for a thread
                 _log.warning("a peer is turned away: %s", error)
                 channel.close()
 

@@ -92,7 +92,7 @@ class ControlServer:
         self._contact: list[str] = []
         self._credentials = credentials
         self.insecure_addresses: list[str] = []
-        self._pool = ThreadPoolExecutor(max_workers, thread_name_prefix="pdxfer-control")
+        self._pool = _Pool(max_workers, thread_name_prefix="pdxfer-control")
         self._server = grpc.server(self._pool, options=_SERVER_OPTIONS, maximum_concurrent_rpcs=4 * max_workers)
         self._health = health.HealthServicer()
         self._register(handler, _Rules(credentials, admit, deadline_cap_s), with_reflection=reflection)
@@ -114,6 +114,7 @@ class ControlServer:
             if self._state == "stopped":
                 raise MisuseError("the control server was stopped; make a new one")
             if self._state == "new":
+                self._pool.submit(int)  # a first thread, while there is one
                 self._server.start()
                 self._state = "started"
                 self.set_serving(True)
@@ -195,6 +196,17 @@ class ControlServer:
             self._contact.append(str(endpoint))
         else:
             self._contact.append(str(Endpoint(host=endpoint.host, port=port)))
+
+
+class _Pool(ThreadPoolExecutor):
+    """Where no more threads can be had, calls wait for those that there are: gRPC's own thread would end of it."""
+
+    def _adjust_thread_count(self) -> None:
+        try:
+            super()._adjust_thread_count()
+        except RuntimeError:
+            if not self._threads:
+                raise
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,6 +52,7 @@ LIMITS = {
     "name_chars": 256,
     "transports": 16,
     "chunks": 1 << 20,
+    "chunk_bytes": 1 << 30,
     "text_chars": 4096,
 }
 
@@ -184,7 +185,12 @@ class Open:
         for text in (self.transfer, self.target_worker, self.layout_digest, self.plan_digest, self.transport):
             _bounded(text, "Open text")
         sizes_fit = len(self.epoch) == len(self.source_epoch) == 16 and len(self.ticket) <= LIMITS["ticket_bytes"]
-        if not sizes_fit or self.target_rank < 0 or self.first_token < 0 or not 4096 <= self.chunk_bytes <= 1 << 30:
+        if (
+            not sizes_fit
+            or self.target_rank < 0
+            or self.first_token < 0
+            or not 4096 <= self.chunk_bytes <= LIMITS["chunk_bytes"]
+        ):
             raise MisuseError("Open is out of bounds")
 
 

@@ -17,6 +17,7 @@ from pdxfer.agent.config import AgentConfig, DaemonConfig
 from pdxfer.agent.spawn import DaemonProcess
 from pdxfer.cli.config import config as command
 from pdxfer.config import load_config, schema, template
+from pdxfer.connectors.vllm_settings import Settings
 from pdxfer.errors import MisuseError
 from tests.conftest import require
 from tests.pairs import wait_until
@@ -176,6 +177,30 @@ def test_a_command_line_that_is_wrong_ends_with_2():
     )
     assert done.returncode == 2
     assert "did you mean 'agent.lease_s'?" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("insecure", "false"), ("digests", 0), ("digests", None), ("window", 2.5), ("window", True),
+        ("copy_threads", "2"), ("rank", "0"),
+        ("lease_s", "30"), ("stall_s", 1e12), ("control", 5000), ("control", [7]), ("tls", "none"),
+        ("quotas", 5), ("transports", 7), ("transport_options", {"shm": 1}), ("arena_bytes", 1 << 60),
+        ("chunk_bytes", 1 << 31), ("listen", []),
+    ],
+)  # fmt: skip
+def test_a_value_of_the_wrong_kind_is_refused_by_its_name(key, value):
+    """The text "false" opened every port to everybody; others were found out by a traceback, or by each fetch."""
+    room = {"arena_bytes": 1 << 32} if key == "chunk_bytes" else {}
+    with pytest.raises(MisuseError, match=key):
+        AgentConfig(worker="w", **room, **{key: value})
+    if key != "rank":
+        with pytest.raises(MisuseError, match=key):
+            Settings.parse({**room, key: value}, "engine")
+
+
+def test_one_control_address_may_stand_alone():
+    assert AgentConfig(worker="w", control="tcp://127.0.0.1:7000").control == ("tcp://127.0.0.1:7000",)
 
 
 def test_a_hangup_takes_over_what_may_change(tmp_path):

@@ -5,22 +5,24 @@ Where the values come from (flags, environment, files) is the affair of ``pdxfer
 
 from __future__ import annotations
 
-import math
 import os
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 from pdxfer.agent.quotas import Quotas
 from pdxfer.control import Tls
 from pdxfer.errors import MisuseError
+from pdxfer.messages import LIMITS
 from pdxfer.packing import KERNELS, native_available
 from pdxfer.transport import WINDOW_MESSAGES, known_schemes
 
 __all__ = ["RELOADABLE", "AgentConfig", "DaemonConfig", "Incarnation", "shifted"]
 
 _Kind = TypeVar("_Kind")
+_ARENA_BYTES_MAX = 1 << 48  # far beyond any memory
+_SECONDS_MAX = 1_000_000  # what polls and locks can wait
 
 #: Fields that ``Agent.reconfigure`` takes over while the agent runs.
 RELOADABLE = ("call_s", "hold_max_s", "lease_s", "quotas", "stall_s")
@@ -75,15 +77,17 @@ class AgentConfig:
     quotas: Quotas = field(default_factory=Quotas)
 
     def __post_init__(self) -> None:
-        named = (self.transports,) if isinstance(self.transports, str) else self.transports
-        object.__setattr__(self, "transports", tuple(named))
+        for name in ("control", "transports"):
+            named = getattr(self, name)
+            listed = tuple(named) if isinstance(named, list) else named
+            object.__setattr__(self, name, (named,) if isinstance(named, str) else listed)
         object.__setattr__(self, "tls", _made(Tls, self.tls, "tls"))
         object.__setattr__(self, "quotas", _made(Quotas, self.quotas, "quotas"))
-        if not (isinstance(self.listen, Mapping) and isinstance(self.transport_options, Mapping)):
-            raise MisuseError("listen and transport_options are mappings by scheme")
-        texts = (self.worker, self.ticket_keys, *self.control, *self.transports, *self.listen, *self.listen.values())
-        if wrong := [text for text in texts if not isinstance(text, str)]:
-            raise MisuseError(f"worker, ticket_keys, control, transports and listen are texts, not {wrong[0]!r}")
+        _check_kinds(self)
+        if not all(isinstance(options, Mapping) for options in self.transport_options.values()):
+            raise MisuseError(f"transport_options are mappings by scheme, not {self.transport_options!r}")
+        if not all(isinstance(text, str) for text in (*self.listen, *self.listen.values())):
+            raise MisuseError(f"listen has addresses by scheme, not {self.listen!r}")
         if "auto" in self.transports and len(self.transports) > 1:
             raise MisuseError(f"auto is every transport that is installed: it stands alone, not in {self.transports}")
         if not self.worker or self.rank < 0 or not self.transports:
@@ -98,10 +102,13 @@ class AgentConfig:
             raise MisuseError(f"kernel {self.kernel!r} is not here; there are auto, {', '.join(known)}")
         if self.copy_threads < 0:
             raise MisuseError(f"copy_threads must be 0 (our choice) or more, got {self.copy_threads}")
-        if not 4096 <= self.chunk_bytes <= self.arena_bytes:
-            raise MisuseError(f"chunk_bytes {self.chunk_bytes} must be in [4096, arena_bytes {self.arena_bytes}]")
-        if not all(0 < s < math.inf for s in (self.lease_s, self.hold_max_s, self.call_s, self.stall_s)):
-            raise MisuseError(f"lease_s, hold_max_s, call_s and stall_s must be positive and finite: {self}")
+        most = min(self.arena_bytes, LIMITS["chunk_bytes"])
+        if not 4096 <= self.chunk_bytes <= most or self.arena_bytes > _ARENA_BYTES_MAX:
+            have = f"chunk_bytes {self.chunk_bytes} must be in [4096, {most}]"
+            raise MisuseError(f"{have}, arena_bytes {self.arena_bytes} at most {_ARENA_BYTES_MAX}")
+        if not all(0 < s <= _SECONDS_MAX for s in (self.lease_s, self.hold_max_s, self.call_s, self.stall_s)):
+            bounds = f"positive and at most {_SECONDS_MAX}"
+            raise MisuseError(f"lease_s, hold_max_s, call_s and stall_s must be {bounds}: {self}")
         if not 1 <= self.window <= WINDOW_MESSAGES:
             raise MisuseError(f"window must be in [1, {WINDOW_MESSAGES}], which every channel has room for: {self}")
 
@@ -151,6 +158,7 @@ class DaemonConfig:
     agent: AgentConfig = field(default_factory=lambda: AgentConfig(worker="engine"))
 
     def __post_init__(self) -> None:
+        _check_kinds(self)
         if not os.path.isabs(self.socket) or len(os.fsencode(self.socket)) > 100:
             raise MisuseError(f"socket must be an absolute path of at most 100 bytes, not {self.socket!r}")
         if self.log_level not in ("debug", "info", "warning", "error"):
@@ -188,12 +196,36 @@ class Incarnation:
             raise MisuseError("an epoch has 16 bytes and a key 32")
 
 
+def _check_kinds(config: Any) -> None:
+    """Refuse values of the wrong type, which would be taken for another: the text "false" is true."""
+    for each in fields(config):
+        kind, value = _KINDS[each.type], getattr(config, each.name)
+        texts = kind is tuple and isinstance(value, tuple) and all(isinstance(text, str) for text in value)
+        if not (texts if kind is tuple else isinstance(value, kind) and (kind is bool or not isinstance(value, bool))):
+            raise MisuseError(f"{each.name} can't be {value!r}; {each.type} is needed")
+
+
 def _made(kind: type[_Kind], value: Any, field: str) -> _Kind | None:
     """A value of its class, or a mapping of its fields, as a file has it; raises MisuseError."""
     try:
         return kind(**value) if isinstance(value, Mapping) else value
     except TypeError as error:
         raise MisuseError(f"{field}: {error}") from error
+
+
+#: What a field may hold, by its annotation.
+_KINDS: Mapping[Any, Any] = {
+    "AgentConfig": AgentConfig,
+    "Mapping[str, Mapping[str, Any]]": Mapping,
+    "Mapping[str, str]": Mapping,
+    "Quotas": Quotas,
+    "Tls | None": (Tls, type(None)),
+    "bool": bool,
+    "float": (int, float),
+    "int": int,
+    "str": str,
+    "tuple[str, ...]": tuple,
+}
 
 
 def shifted(address: str, rank: int) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import os
 import subprocess
 import sys
+import threading
 from contextlib import contextmanager
 
 import pytest
@@ -202,6 +204,24 @@ def test_the_admin_may_be_a_private_unix_socket(pdxfer, tmp_path):
 def test_nobody_answers(pdxfer, tmp_path):
     for command in ("status", "peers", "slots", "transfers", "explain x", "drain", "undrain", "ping x"):
         assert pdxfer(*command.split(), "--admin", f"unix://{tmp_path}/none.sock")[0] == 5
+
+
+def test_what_is_no_admin_is_said(pdxfer):
+    """Both ended in a traceback."""
+
+    class Other(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"[1]")
+
+        def log_message(self, *_):
+            return
+
+    assert pdxfer("status", "--admin", "127.0.0.1:port")[0] == 2
+    with http.server.HTTPServer(("127.0.0.1", 0), Other) as other:
+        threading.Thread(target=other.handle_request, daemon=True).start()
+        assert pdxfer("status", "--admin", f"127.0.0.1:{other.server_port}")[0] == 5
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -333,6 +333,7 @@ def test_weights_beyond_the_memory_are_said_to_be() -> None:
         (["qwen3-next-80b-a3b", "--tp", "3"], ("TP 3", "possible up to 64: 1, 2, 4, 8, 16")),
         (["qwen3-8b", "--dtype", "int3"], ("int3", "known are")),
         (["qwen3-8b", "--gpu-memory", "80G"], ("80G", "GiB")),
+        (["qwen3-8b", "--gpu-memory", "0"], ("--gpu-memory", "hint")),
         (["qwen3-8b", "--weights", "1GiB"], ("--gpu-memory", "hint")),
         (["qwen3-8b", "--link-gbps", "nan"], ("link", "nan B/s")),
         (["qwen3-8b", "--tokens", "0"], ("--tokens",)),

@@ -61,7 +61,12 @@ def ask(admin: str, path: str, *, method: str = "GET", timeout_s: float = _ASK_S
     import socket
 
     host = admin.removeprefix("http://").rstrip("/")
-    connection = http.client.HTTPConnection("localhost" if "unix://" in host else host, timeout=timeout_s)
+    try:
+        connection = http.client.HTTPConnection("localhost" if "unix://" in host else host, timeout=timeout_s)
+    except http.client.InvalidURL as error:
+        raise MisuseError(
+            f"{admin!r} is no address of an admin: {error}", hint="say HOST:PORT or unix:///path"
+        ) from error
     try:
         if host.startswith("unix://"):
             connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -75,8 +80,9 @@ def ask(admin: str, path: str, *, method: str = "GET", timeout_s: float = _ASK_S
         raise PeerError(f"no agent answers at {admin}: {error}", hint=hint, reason="PEER_UNREACHABLE") from error
     finally:
         connection.close()
+    if not isinstance(found, dict):
+        raise PeerError(f"what answers at {admin} is no agent's admin", reason="PROTOCOL")
     if answer.status == 200:
-        assert isinstance(found, dict)
         return found
     kind = PeerError if found.get("reason", "").startswith("PEER") else PdxferError
     raise kind(str(found.get("error")), hint=str(found.get("hint", "")), reason=str(found.get("reason")))

@@ -89,9 +89,9 @@ def _ledger(
     from pdxfer.sizing import memory_ledger, parse_bytes
 
     gpu, weights, overhead = (parse_bytes(text) if text else 0 for text in sizes)
+    if not gpu and (sizes[0] or weights or overhead):
+        raise MisuseError("a GPU has some --gpu-memory, and --weights and --overhead need it", hint="e.g. 80GiB")
     if not gpu:
-        if weights or overhead:
-            raise MisuseError("--weights and --overhead need --gpu-memory", hint="e.g. --gpu-memory 80GiB")
         return None
     return memory_ledger(
         spec,

@@ -238,8 +238,10 @@ class EdgeReader:
         """Put one chunk's segments into the target's pages; returns the digest of what lies there, for each."""
         found: list[bytes | None] = []
         payload = np.empty(0, np.uint8) if message is None else np.frombuffer(message.payload, np.uint8)
+        # What a plane reads keeps no core busy, and may stand still: with a lane, all of this process would.
+        copied = 0 if source is not None and self._reads(source) else chunk.nbytes
         with (
-            lane(chunk.nbytes, self.copy_threads, digests=self.digests),
+            lane(copied, self.copy_threads, digests=self.digests),
             self.stats.stage("unpack" if source is None else "move"),
         ):
             for index, segment in enumerate(chunk.segments):
@@ -253,6 +255,9 @@ class EdgeReader:
                     digest = packing.direct(self.program, segment, source, self.target, kernel=self.kernel, seed=seed)
                 found.append(digest)
         return found
+
+    def _reads(self, source: Side) -> bool:
+        return any(hasattr(source.buffers[region], "read_runs") for region in self.program.touched[1])
 
     def _seed(self, chunk: Chunk, index: int) -> int:
         edge = self.program.edge

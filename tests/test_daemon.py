@@ -439,6 +439,18 @@ def test_a_sidecar_that_dies_leaves_what_has_arrived(directory):
             assert len(ended) == 1
 
 
+def test_nobody_waits_for_the_fence_of_an_engine_that_is_gone(directory):
+    """A peer's call that had come so far at that moment waited two minutes for it."""
+    layout = layouts(Parallel(), Parallel())[0]
+    with Daemon(DaemonConfig(socket=f"{directory}/p/s")) as daemon, ThreadPoolExecutor(1) as pool:
+        rank = Rank(layout, seed=1, sidecar=daemon.config.socket)
+        (attached,) = daemon._engines
+        rank.agent.close()
+        attached.join(30.0)
+        with pytest.raises(AbortedError, match="engine is gone"):
+            pool.submit(attached._fence, "one").result(30.0)
+
+
 def settled(daemon, directory):
     time.sleep(3.0)  # more than an ended agent needs to be collected
     return resources(directory, daemon.process.pid)

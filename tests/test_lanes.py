@@ -12,6 +12,7 @@ from pdxfer.builders import Parallel, Storage, build_layout
 from pdxfer.errors import MisuseError
 from pdxfer.lanes import lane
 from pdxfer.testing.oracle import Oracle
+from pdxfer.transport.vm import ProcessRegion
 from tests.pairs import TOKENS, pair
 from tests.workers import hybrid_spec, settle
 
@@ -34,6 +35,33 @@ def test_a_fetch_waits_for_a_lane_and_then_arrives(mode, digests):
         oracle.check(target.memory("one"), before)
         for rank in received:
             rank.release()
+
+
+def test_a_read_that_stands_still_has_no_lane(monkeypatch):
+    """It may wait for a peer that is gone: with each of them a lane less, until nothing large moved in the process."""
+    sizes = {"chunk_bytes": 4 << 20, "arena_bytes": 32 << 20}
+    layout = build_layout(hybrid_spec(width=96), Parallel(), Storage(), "per_layer")
+    reading, goes_on, read = threading.Event(), threading.Event(), ProcessRegion.read_runs
+
+    def stands_still(region, *runs):
+        reading.set()
+        assert goes_on.wait(60.0)
+        return read(region, *runs)
+
+    monkeypatch.setattr(ProcessRegion, "read_runs", stands_still)
+    config = {"transports": ("shm",), "mode": "direct", "copy_threads": 1, "of_source": {"own_memory": "numpy"}}
+    with pair(layout, layout, **config, **sizes) as (source, target):
+        ticket = source.offer("one", TOKENS)
+        target.reserve("one", TOKENS)
+        fetches = target.start(ticket, "one")
+        assert reading.wait(30.0)
+        others = lane(LARGE, 1, digests=True)
+        assert others.acquire(timeout=30.0)  # the source's digest may have it for a moment
+        others.release()
+        goes_on.set()
+        (received,) = settle(fetches)
+        assert [edge.mode for edge in received.edges] == ["direct"]
+        received.release()
 
 
 def test_as_many_hold_a_lane_as_there_are():

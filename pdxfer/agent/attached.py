@@ -283,6 +283,8 @@ class Attached(threading.Thread):
         """In a peer's call: let the engine wait for its device."""
         passed, errors = self._fences[transfer] = threading.Event(), list[str]()
         try:
+            if self._gone.is_set():  # nobody will pass it
+                raise AbortedError("the engine is gone")
             self._say("fence", transfer=transfer)
             if not passed.wait(_FENCE_S) or not errors:
                 raise AbortedError("the engine did not pass its fence")

@@ -52,6 +52,26 @@ def test_a_share_is_leased_to_siblings_from_when_it_is_in():
         hand_over(source, target, "one")
 
 
+@pytest.mark.parametrize("mode", ["packed", "direct"])
+def test_what_the_source_took_back_is_not_its_path_s_fault(mode):
+    """Its channel ends, and the source seemed to be down: TRANSPORT_FAILED, and ``peer_up`` 0."""
+    gate = Gate("send")
+    with pair(
+        *layouts(Parallel(), Parallel()), transports=("shm",), mode=mode, of_source={"wrap": gate.wrap}
+    ) as (source, target):
+        ends = Ends()
+        ticket = source.offer("one", TOKENS, on_end=ends)
+        target.reserve("one", TOKENS)
+        fetches = target.start(ticket, "one")
+        with gate.closed():
+            source.agents[0].withdraw("one")
+            with pytest.raises(StaleError, match="withdrawn") as caught:
+                settle(fetches)
+        assert caught.value.reason == "TRANSFER_ENDED"
+        assert target.agents[0].journal.peers["P"].up
+        ends.wait(1)
+
+
 def test_a_rank_that_gave_up_tells_a_sibling_that_asks():
     with pair(*layouts(Parallel(tp=1), Parallel(tp=4))) as (source, target):
         ends = Ends()

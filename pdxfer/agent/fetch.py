@@ -14,6 +14,7 @@ this rank's siblings may read from us what crosses the network only once (fan-ou
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import threading
 import time
@@ -324,6 +325,7 @@ class Fetch:
         make_program = cache(partial(self._program, plan, edge, stats))
         with stats.stage("negotiate"):
             address, channel, choice = self._lend(peer, lambda: Work.of(make_program()), fresh=fresh)
+        opened: Opened | None = None
         try:
             with stats.stage("negotiate"):
                 message = self._open_message(peer, plan, edge, address)
@@ -352,7 +354,8 @@ class Fetch:
                     self._complete(peer, opened, stats)
         except BaseException as error:
             channel.close()
-            if not fresh and self._worth_again(peer, edge, error, unread=not stats.messages, reused=channel.uses > 1):
+            doubtful = channel.uses > 1 or opened is None  # no answer yet: it may have ended
+            if not fresh and self._worth_again(peer, edge, error, unread=not stats.messages, doubtful=doubtful):
                 raise _Again from error
             raise
         with self._lock:
@@ -370,7 +373,7 @@ class Fetch:
                 raise
             raise _Again from error
 
-    def _worth_again(self, peer: Peer, edge: Edge, error: BaseException, *, unread: bool, reused: bool) -> bool:
+    def _worth_again(self, peer: Peer, edge: Edge, error: BaseException, *, unread: bool, doubtful: bool) -> bool:
         """Whether what we kept of this peer was out of date: channel, client, its memory of our layout, its epoch."""
         reason = getattr(error, "reason", "")
         outdated = reason == "UNKNOWN_LAYOUT" or (reason == "EPOCH_CHANGED" and edge.relay)
@@ -378,7 +381,7 @@ class Fetch:
         broken = isinstance(error, (TransportError, PeerError, DeadlineError)) and not isinstance(error, StaleError)
         if outdated or broken:
             self.agent.peers.forget(peer)
-        return outdated or (unread and reused and isinstance(error, TransportError))
+        return outdated or (unread and doubtful and isinstance(error, TransportError))
 
     def _program(self, plan: Plan, edge: Edge, stats: EdgeStats) -> EdgeProgram:
         with stats.stage("plan"):
@@ -468,13 +471,13 @@ class Fetch:
         )  # fmt: skip
 
     def _read(self, reader: EdgeReader, peer: Peer, opened: Opened) -> None:
-        """Read it all. Where pages changed under a direct copy, the truth is that the source has let go of them."""
+        """Read it all. Where it breaks off, or pages change under a direct copy, the source may just have let go."""
         try:
             reader.run()
-        except CorruptError:
-            if opened.mode is Mode.DIRECT:
+        except (CorruptError, TransportError) as broken:
+            if opened.mode is Mode.DIRECT or isinstance(broken, TransportError):
                 try:
-                    self._renew(peer, opened)
+                    self._renew(peer, opened, _ABORT_S)
                 except StaleError:
                     raise
                 except PdxferError as error:
@@ -482,14 +485,15 @@ class Fetch:
                     _log.info(what, self.ticket.transfer, peer.address, error, extra=about)
             raise
 
-    def _renew(self, peer: Peer, opened: Opened) -> None:
+    def _renew(self, peer: Peer, opened: Opened, most_s: float = math.inf) -> None:
         """Extend the lease; raises StaleError when there is none any more."""
         config = self.agent.config
         message = Renew(
             transfer=self.ticket.transfer, epoch=self.agent.epoch, session=opened.session,
             target_worker=config.worker, target_rank=config.rank,
         )  # fmt: skip
-        peer.client.renew(message, timeout_s=max(0.001, min(config.call_s, self.deadline_s - time.monotonic())))
+        left_s = self.deadline_s - time.monotonic()
+        peer.client.renew(message, timeout_s=max(0.001, min(config.call_s, left_s, most_s)))
 
     def _complete(self, peer: Peer, opened: Opened, stats: EdgeStats) -> None:
         config = self.agent.config

@@ -194,7 +194,7 @@ class Side:
         users: dict[str, dict[str, Offsets]] = {}
         for name, (pool, per_unit) in self._pooled().items():
             table = self.tables[name]
-            pages = np.sort(table[table >= 0]) if len(table) > 1 else table
+            pages = np.sort(table[table >= 0]) if len(table) > 1 else table[table >= 0]
             if len(pages) > 1:
                 self._refuse_twice({name: pages}, pages)
             if per_unit:

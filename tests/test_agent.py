@@ -141,6 +141,17 @@ def test_a_block_is_in_one_table_whatever_its_pages_are_called():
         received.release()
 
 
+def test_no_page_is_none_that_two_tables_name():
+    """All rows are here, so each table may say -1 for its only page."""
+    spec = hybrid_spec()
+    swapped = {(0, 1, 3, 4): (0, 3), (2, 5): (1, 2, 4, 5)}  # twice as many layers that grow: two tables of one pool
+    spec = replace(spec, components=tuple(replace(c, layers=swapped[c.layers]) for c in spec.components))
+    layout = build_layout(spec, Parallel(), Storage(page_tokens=8), "unified")
+    with pair(layout, layout) as (source, target):
+        ticket = source.offer("one", 8)
+        target.agents[0].fetch(ticket, {"kv.0": [-1], "kv.1": [-1], "state.0": [3]}, first_token=8).release()
+
+
 def test_small_chunks_in_any_window():
     plan = layouts(Parallel(tp=2), Parallel(tp=4))
     for window in (1, 3, 32):

@@ -56,9 +56,10 @@ def test_a_share_is_leased_to_siblings_from_when_it_is_in():
 def test_what_the_source_took_back_is_not_its_path_s_fault(mode):
     """Its channel ends, and the source seemed to be down: TRANSPORT_FAILED, and ``peer_up`` 0."""
     gate = Gate("send")
-    with pair(
-        *layouts(Parallel(), Parallel()), transports=("shm",), mode=mode, of_source={"wrap": gate.wrap}
-    ) as (source, target):
+    with pair(*layouts(Parallel(), Parallel()), transports=("shm",), mode=mode, of_source={"wrap": gate.wrap}) as (
+        source,
+        target,
+    ):
         ends = Ends()
         ticket = source.offer("one", TOKENS, on_end=ends)
         target.reserve("one", TOKENS)

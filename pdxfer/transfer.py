@@ -125,9 +125,9 @@ class Ledger:
     """
 
     def __init__(self, totals: Mapping[str, int]) -> None:
-        self._totals = dict(totals)
+        self._totals = Counter(totals)  # 0 for a pool that there is not
         self._holds: set[Hold] = set()
-        self._users: dict[tuple[str, int], list[Hold]] = {}
+        self._users: dict[tuple[str, int], tuple[Hold, ...]] = {}  # mostly alone, and one tuple for all its units
         self._generations = itertools.count(1)
         self._lock = threading.Lock()
         self.transitions: Counter[tuple[str, str]] = Counter()
@@ -142,26 +142,22 @@ class Ledger:
         first = Event.RESERVE if table is TARGET else Event.ALLOCATE
         with self._lock:
             hold = Hold(transfer, wanted, next(self._generations), table)
-            totals = self._totals
-            beyond = [page for pool, page in wanted if not 0 <= page < totals.get(pool, 0)]
-            if beyond or any(
-                user.exclusive or hold.exclusive for unit in wanted & self._users.keys() for user in self._users[unit]
-            ):
+            users, totals, alone = self._users, self._totals, (hold,)
+            shared = set[tuple[str, int]]() if users.keys().isdisjoint(wanted) else wanted & users.keys()
+            beyond = [page for pool, page in wanted if not 0 <= page < totals[pool]]
+            if beyond or any(user.exclusive or hold.exclusive for unit in shared for user in users[unit]):
                 for pool, page in sorted(wanted):
                     self._check_free(hold, pool, page)
-            users = self._users
-            for unit in wanted:
-                if unit in users:
-                    users[unit].append(hold)
-                else:
-                    users[unit] = [hold]
+            both = {unit: users[unit] + alone for unit in shared}
+            users.update(dict.fromkeys(wanted, alone))  # a long prompt has thousands, and waits for them
+            users.update(both)
             self._holds.add(hold)
             self._step(hold, first)
         return hold
 
     def _check_free(self, hold: Hold, pool: str, page: int) -> None:
-        if not 0 <= page < self._totals.get(pool, 0):
-            raise MisuseError(f"{hold.transfer}: pool {pool!r} of {self._totals.get(pool, 0)} has no page {page}")
+        if not 0 <= page < self._totals[pool]:
+            raise MisuseError(f"{hold.transfer}: pool {pool!r} of {self._totals[pool]} has no page {page}")
         for user in self._users.get((pool, page), ()):
             if user.exclusive or hold.exclusive:
                 raise MisuseError(
@@ -183,9 +179,9 @@ class Ledger:
         if after is State.FREE:
             self._holds.discard(hold)
             for unit in hold.units:
-                self._users[unit].remove(hold)
-                if not self._users[unit]:
-                    del self._users[unit]
+                users = self._users.pop(unit)
+                if len(users) > 1:
+                    self._users[unit] = tuple(user for user in users if user is not hold)
             hold.units = frozenset()
         return after
 

@@ -104,7 +104,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
     "staging leaks when a session has ended": (
         _m("agent.serve:SourceSession.answer", "self.staging.free(block, wipe=self.wipe)", "pass"),
     ),
-    "pages leak when a hold ends": (_m("transfer:Ledger._step", "del self._users[unit]", "pass"),),
+    "pages leak when a hold ends": (_m("transfer:Ledger._step", "self._users.pop(unit)", "self._users[unit]"),),
     "the fence is not awaited": (_m("agent.source:Source._fence", "fence()", "pass"),),
     "leases of kept tickets are not renewed": (
         _m("agent.keeper:Keeper.keep", "self._kept[ticket.transfer] = notes", "pass"),

@@ -169,8 +169,8 @@ def test_the_check_finds_what_it_is_for(damage):
     else:
         other = ledger.open("b", UNITS[2:3], SOURCE)
         other.units = hold.units
-        ledger._users[UNITS[0]].append(other)
-        ledger._users[UNITS[1]].append(other)
+        ledger._users[UNITS[0]] += (other,)
+        ledger._users[UNITS[1]] += (other,)
         del ledger._users[UNITS[2]]
     with pytest.raises(InternalError):
         ledger.check_integrity()

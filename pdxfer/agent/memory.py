@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping, Sequence
-from itertools import product
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any
 
 from pdxfer.agent.arena import Arena
@@ -67,12 +67,9 @@ class Memory:
 
     def units(self, side: Side) -> frozenset[tuple[str, int]]:
         """(pool, unit) pairs that a request's tables name."""
-        found: set[tuple[str, int]] = set()
-        for name, table in side.tables.items():
-            if name in self._pools:
-                units = table[table >= 0] // self._per_unit[name]
-                found.update(product((self._pools[name],), units.tolist()))
-        return frozenset(found)
+        named = ((name, table) for name, table in side.tables.items() if name in self._pools)
+        units = ((self._pools[n], table[table >= 0] // self._per_unit[n]) for n, table in named)
+        return frozenset(chain.from_iterable(zip(repeat(pool), pages.tolist()) for pool, pages in units))
 
     def arena(self, scheme: str) -> Arena:
         """The staging arena of a transport; made on first use."""

@@ -26,6 +26,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from pdxfer.agent.config import DaemonConfig
 from pdxfer.errors import MisuseError
+from pdxfer.observe.admin import host_and_port
 
 __all__ = ["Loaded", "load_config", "schema", "template"]
 
@@ -79,6 +80,12 @@ def load_config(
             except (ValueError, TypeError) as error:
                 raise MisuseError(f"{key} can't be {value!r}: {error} ({origin})") from error
     config = _build(DaemonConfig, "", {key: value for key, (value, _) in values.items()})
+    for name, probes_only in (("admin", False), ("metrics", True)):
+        if (listen := getattr(config, name)) and not listen.startswith("unix://"):
+            try:
+                host_and_port(listen, probes_only=probes_only)
+            except MisuseError as error:
+                raise MisuseError(f"{name}: {error.message} ({values[name][1]})", hint=error.hint) from error
     return Loaded(config=config, origins={key: origin for key, (_, origin) in values.items()})
 
 
@@ -87,6 +94,10 @@ def _unknown(key: str, origin: str, known: Mapping[str, Any]) -> MisuseError:
         key.rpartition(".")[2], [k for k in known if "." not in k] + [k.rpartition(".")[2] for k in known], n=1
     )
     meant = next((k for k in known if close and (k == close[0] or k.endswith(f".{close[0]}"))), "")
+    if within := [k for k in known if k.startswith(f"{key}.")]:
+        return MisuseError(f"{key!r} is a table, not a value ({origin})", hint=f"its keys are {', '.join(within)}")
+    if (table := next((k for k in known if key.startswith(f"{k}.")), "")) and "Mapping" in str(known[table]):
+        return MisuseError(f"{table!r} is one value ({origin})", hint=f"write the table as JSON: {table}={{...}}")
     hint = f"did you mean {meant!r}?" if meant else "pdxfer config init shows all keys"
     return MisuseError(f"there is no key {key!r} ({origin})", hint=hint)
 
@@ -102,7 +113,7 @@ def _from_file(path: str) -> list[tuple[str, Any, str]]:
             data = file.read()
         table = _parse(path, data.decode())
     except (OSError, ValueError) as error:
-        raise MisuseError(f"{path} can't be read: {error}") from error
+        raise MisuseError(f"{path} can't be read: {getattr(error, 'strerror', None) or error}") from error
     if not isinstance(table, Mapping):
         raise MisuseError(f"{path} is no table of keys")
     return [(key, value, path) for key, value in _dotted(table, "", dict(_hints(DaemonConfig)))]
@@ -115,7 +126,7 @@ def _parse(path: str, text: str) -> Any:
         try:
             return yaml.safe_load(text) or {}
         except yaml.YAMLError as error:
-            raise ValueError(error) from error
+            raise ValueError(" ".join(str(error).split())) from error
     if sys.version_info >= (3, 11):
         import tomllib
     else:
@@ -173,7 +184,10 @@ def _from_text(text: str, hint: Any) -> Any:
     if origin is tuple:
         return [part.strip() for part in text.split(",") if part.strip()]
     if isinstance(origin, type) and issubclass(origin, Mapping):
-        return json.loads(text)
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            raise ValueError("a JSON object is needed") from error
     if hint is bool:
         return {"true": True, "1": True, "false": False, "0": False}.get(text.lower(), text)
     return text
@@ -197,7 +211,8 @@ def _coerce(value: Any, hint: Any, key: str) -> Any:
         return hint(_number(value, key))
     if hint is Any or (isinstance(origin, type) and type(value) is origin):
         return value
-    raise TypeError(f"{getattr(origin, '__name__', origin)} is needed")
+    kind = {bool: "true or false", str: "a text"}.get(hint, getattr(origin, "__name__", origin))
+    raise TypeError(f"{kind} is needed")
 
 
 def _number(value: Any, key: str) -> int | float:
@@ -232,6 +247,10 @@ def _build(cls: type, prefix: str, values: Mapping[str, Any]) -> Any:
             arguments[each.name] = values[key]
     if f"{prefix}worker" in _FROM_ENGINE:
         arguments["worker"] = "engine"
+    needed = [f.name for f in dataclasses.fields(cls) if f.default is f.default_factory is dataclasses.MISSING]
+    if missing := [f"{prefix}{name}" for name in needed if name not in arguments]:
+        said = ", ".join(f"{prefix}{name}" for name in arguments)
+        raise MisuseError(f"{', '.join(missing)}: missing, while {said} is set", hint="set all of them, or none")
     return cls(**arguments)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
@@ -283,6 +284,10 @@ def load_config(name_or_path: str) -> dict[str, Any]:
         found = path.is_file()
     except OSError as error:  # too long for a name, or in a directory that we may not enter
         raise MisuseError(f"can't read {_show(name_or_path)}: {error.strerror}") from error
+    if not found and (path.name == "config.json" or path.suffix == ".json" or os.path.isdir(name_or_path)):
+        raise MisuseError(
+            f"there is no file {path}", hint="pass a config.json, a directory that holds one, or a preset"
+        )
     if not found:
         close = did_you_mean(name_or_path.rsplit("/", 1)[-1].lower(), preset_names())
         hint = close or f"pass the path of a config.json, or a preset: {', '.join(preset_names())}"

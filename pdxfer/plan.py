@@ -365,10 +365,11 @@ def _check_formats(name: str, have: Holding, want: Holding) -> None:
                     name, attribute, mine, theirs, why=f"records of {have.record_format!r} are opaque"
                 )
     if have.dtype != want.dtype and not (have.dtype in want.accepts and want.dtype in have.accepts):
-        hint = "let both sides accept the other's dtype, or configure the same state dtype on both"
-        raise IncompatibleError(
-            name, "dtype", have.dtype, want.dtype, why="conversion needs both sides' consent", hint=hint
-        )
+        why, hint = "only S is converted", "configure the same dtype on both"
+        if name == "S":
+            why = "conversion needs both sides' consent"
+            hint = "let both sides accept the other's dtype (accept_state_dtypes), or configure the same state dtype"
+        raise IncompatibleError(name, "dtype", have.dtype, want.dtype, why=why, hint=hint)
 
 
 def _show(component: Component, box: Box) -> str:

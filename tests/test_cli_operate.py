@@ -218,7 +218,8 @@ def test_what_is_no_admin_is_said(pdxfer):
         def log_message(self, *_):
             return
 
-    assert pdxfer("status", "--admin", "127.0.0.1:port")[0] == 2
+    for wrong in ("", "127.0.0.1:port", "127.0.0.1", "127.0.0.1:99999", "tcp://127.0.0.1:9464", ":9464", "unix://here"):
+        assert pdxfer("status", "--admin", wrong)[0] == 2, wrong
     with http.server.HTTPServer(("127.0.0.1", 0), Other) as other:
         threading.Thread(target=other.handle_request, daemon=True).start()
         assert pdxfer("status", "--admin", f"127.0.0.1:{other.server_port}")[0] == 5

@@ -111,7 +111,8 @@ def test_an_idle_source_is_shown():
     ("text", "says", "hint"),
     [
         ("tp=4,pgae=64", "no 'pgae'", "did you mean page"),
-        ("tp=four", "tp=four is not a number", "tensor-parallel"),
+        ("tp=four", "tp=four is no whole number", "tensor-parallel"),
+        ("page=99999999999", "page=99999999999 is no whole number from 0 to 999999999", "tokens per page"),
         ("tp", "'tp' is not key=value", "tp=4"),
         ("tp=2,tp=4", "'tp' is given twice", ""),
         ("pp=30+34", r"stages \(30, 34\) hold 64 layers, the model has 48", ""),
@@ -172,6 +173,11 @@ def test_a_pair_that_does_not_fit_is_refused():
     [
         (["plan", "no-such-model"], 2, "neither a preset nor a file"),
         (["plan", "x" * 5000], 2, "can't read"),
+        (["plan", "/no/such/config.json"], 2, "there is no file /no/such/config.json"),
+        (["size", "pdxfer/presets"], 2, "there is no file pdxfer/presets/config.json"),
+        (["size", "qwen3-next-80b-a3b", "--gpu-memory", ""], 2, "'' is not a size"),
+        (["size", "qwen3-next-80b-a3b", "--weights", "1GiB"], 2, "--gpu-memory must be more than 0"),
+        (["plan", "qwen3-next-80b-a3b", "--to", "kv_dtype=float16"], 1, "only S is converted"),
         (["plan", "qwen3-next-80b-a3b", "--tokens", str(1 << 30)], 2, "--tokens"),
         (["size", "qwen3-next-80b-a3b", "--concurrency", "9" * 400], 2, "--concurrency"),
         (["plan", "qwen3-next-80b-a3b", "--to", "tpp=2"], 2, "did you mean tp"),

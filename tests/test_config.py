@@ -114,8 +114,15 @@ def test_times(text, found):
         ("[agent]\nwindow = 1.5", "agent.window can't be 1.5: a whole number", ""),
         ("[agent]\nwindow = true", "agent.window can't be True", ""),
         ("[agent]\ntransports = 'tcp'", "agent.transports can't be 'tcp': a list", ""),
-        ("[agent]\ndigests = 'yes'", "agent.digests can't be 'yes': bool", ""),
-        ("[agent]\nwindow = 99", "window must be in", ""),
+        ("[agent]\ndigests = 'yes'", "agent.digests can't be 'yes': true or false", ""),
+        ("[agent]\nwindow = 99", r"^window must be in [^(]*, got 99$", ""),
+        ("[agent]\nlease_s = 0", r"^lease_s must be positive [^(]*, got 0.0$", ""),
+        ("agent = 3", "'agent' is a table", "agent.lease_s"),
+        ("[agent.tls]\nca = 'ca.pem'", r"^agent.tls.cert, agent.tls.key, agent.tls.peers: missing", "all of them"),
+        ("admin = 'here'", r"^admin: .*'here' is not HOST:PORT \(", "HOST:PORT"),
+        ("admin = '127.0.0.1:99999'", r"^admin: .* is not HOST:PORT", "HOST:PORT"),
+        ("admin = '0.0.0.0:9464'", r"^admin: .*from other machines", "metrics"),
+        ("metrics = '9465'", r"^metrics: .*'9465' is not HOST:PORT", "HOST:PORT"),
         ("log_level = 'loud'", "log_level must be", ""),
         ("log_format = 'xml'", "log_format must be", ""),
         ("a = ", "can't be read", ""),
@@ -177,6 +184,28 @@ def test_a_command_line_that_is_wrong_ends_with_2():
     )
     assert done.returncode == 2
     assert "did you mean 'agent.lease_s'?" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "message", "hint"),
+    [
+        ({"agent.listen": "tcp://127.0.0.1:7001"}, "a JSON object is needed", ""),
+        ({"agent.listen.tcp": "tcp://127.0.0.1:7001"}, "'agent.listen' is one value", "agent.listen={...}"),
+    ],
+)
+def test_a_table_on_the_command_line_is_json(flags, message, hint):
+    with pytest.raises(MisuseError, match=message) as caught:
+        load_config(flags=flags, environ={})
+    assert hint in caught.value.hint
+    assert load_config(flags={"agent.listen": '{"tcp": "tcp://127.0.0.1:7001"}'}, environ={}).config.agent.listen
+
+
+def test_a_file_that_can_t_be_read_is_refused_in_one_line(tmp_path):
+    for path in (str(tmp_path / "none.toml"), str(tmp_path), written(tmp_path, "a: [1", "bad.yaml")):
+        with pytest.raises(MisuseError, match=r"can't be read: [^\n\[]*") as caught:
+            load_config(path, environ={})
+        assert "\n" not in caught.value.message
+        assert "Errno" not in caught.value.message
 
 
 @pytest.mark.parametrize(

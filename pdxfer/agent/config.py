@@ -91,7 +91,8 @@ class AgentConfig:
         if "auto" in self.transports and len(self.transports) > 1:
             raise MisuseError(f"auto is every transport that is installed: it stands alone, not in {self.transports}")
         if not self.worker or self.rank < 0 or not self.transports:
-            raise MisuseError(f"a worker name, a rank and a transport are needed: {self}")
+            have = f"worker {self.worker!r}, rank {self.rank}, transports {self.transports}"
+            raise MisuseError(f"a worker name, a rank from 0 and a transport are needed, not {have}")
         unused = sorted({*self.listen, *self.transport_options} - {*self.transports})
         if unused and self.transports != ("auto",):
             raise MisuseError(f"{unused} have an address or options, but transports are {self.transports}")
@@ -106,11 +107,13 @@ class AgentConfig:
         if not 4096 <= self.chunk_bytes <= most or self.arena_bytes > _ARENA_BYTES_MAX:
             have = f"chunk_bytes {self.chunk_bytes} must be in [4096, {most}]"
             raise MisuseError(f"{have}, arena_bytes {self.arena_bytes} at most {_ARENA_BYTES_MAX}")
-        if not all(0 < s <= _SECONDS_MAX for s in (self.lease_s, self.hold_max_s, self.call_s, self.stall_s)):
-            bounds = f"positive and at most {_SECONDS_MAX}"
-            raise MisuseError(f"lease_s, hold_max_s, call_s and stall_s must be {bounds}: {self}")
+        for name in ("lease_s", "hold_max_s", "call_s", "stall_s"):
+            if not 0 < getattr(self, name) <= _SECONDS_MAX:
+                bounds = f"positive and at most {_SECONDS_MAX}"
+                raise MisuseError(f"{name} must be {bounds}, got {getattr(self, name)}")
         if not 1 <= self.window <= WINDOW_MESSAGES:
-            raise MisuseError(f"window must be in [1, {WINDOW_MESSAGES}], which every channel has room for: {self}")
+            room = f"in [1, {WINDOW_MESSAGES}], which every channel has room for"
+            raise MisuseError(f"window must be {room}, got {self.window}")
 
     def reloaded(self, other: AgentConfig) -> AgentConfig:
         """The same with the ``RELOADABLE`` fields of another."""

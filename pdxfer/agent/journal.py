@@ -112,10 +112,10 @@ class Timeline:
             "components": dict(sum((Counter({c: n}) for (_, c), n in self.nbytes.items()), Counter())),
             "marks": [[round(at, 6), stage, detail] for at, stage, detail in list(self.marks)],
         }  # fmt: skip
-        if self.reason:
-            row = reason_of(self.reason)
+        if reason := self.reason or ("LEASE_EXPIRED" if self.outcome == "expired" else ""):
+            row = reason_of(reason)
             found["failure"] = {
-                "reason": self.reason, "message": self.error, "component": self.component, "in": self.failed_in,
+                "reason": reason, "message": self.error, "component": self.component, "in": self.failed_in,
                 "blame": row.blame, "cause": row.cause, "remedy": self.hint or row.remedy,
             }  # fmt: skip
         return found

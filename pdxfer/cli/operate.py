@@ -15,8 +15,10 @@ code  beside those of every command
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -61,12 +63,10 @@ def ask(admin: str, path: str, *, method: str = "GET", timeout_s: float = _ASK_S
     import socket
 
     host = admin.removeprefix("http://").rstrip("/")
-    try:
-        connection = http.client.HTTPConnection("localhost" if "unix://" in host else host, timeout=timeout_s)
-    except http.client.InvalidURL as error:
-        raise MisuseError(
-            f"{admin!r} is no address of an admin: {error}", hint="say HOST:PORT or unix:///path"
-        ) from error
+    there = re.fullmatch(r"(?:\[[^\]/]+\]|[^:/\[\]]+):(\d{1,5})", host)
+    if not host.startswith("unix:///") and not (there and int(there[1]) < 1 << 16):
+        raise MisuseError(f"{admin!r} is no address of an admin", hint="say HOST:PORT or unix:///path")
+    connection = http.client.HTTPConnection(host if there else "localhost", timeout=timeout_s)
     try:
         if host.startswith("unix://"):
             connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -74,14 +74,18 @@ def ask(admin: str, path: str, *, method: str = "GET", timeout_s: float = _ASK_S
             connection.sock.connect(host.removeprefix("unix://"))
         connection.request(method, path)
         answer = connection.getresponse()
-        found = json.loads(answer.read())
-    except (OSError, http.client.HTTPException, ValueError) as error:
+        body = answer.read()
+    except (OSError, http.client.HTTPException) as error:
         hint = "is an agent running, and is this its admin? say --admin or PDXFER_ADMIN"
         raise PeerError(f"no agent answers at {admin}: {error}", hint=hint, reason="PEER_UNREACHABLE") from error
     finally:
         connection.close()
+    found: Any = None
+    with suppress(ValueError):
+        found = json.loads(body)
     if not isinstance(found, dict):
-        raise PeerError(f"what answers at {admin} is no agent's admin", reason="PROTOCOL")
+        hint = "is this the port of admin? say --admin or PDXFER_ADMIN"
+        raise PeerError(f"what answers at {admin} is no agent's admin", hint=hint, reason="PROTOCOL")
     if answer.status == 200:
         return found
     kind = PeerError if found.get("reason", "").startswith("PEER") else PdxferError
@@ -141,6 +145,8 @@ def _status_text(found: dict[str, Any]) -> str:
     ]  # fmt: skip
     parts.append(table(("WORKER", "RANK", "MODEL", "OFFERED", "FETCHING", "STAGING", "CONTROL"), rows))
     ended = ", ".join(f"{count} {outcome}" for outcome, count in sorted(found["transfers"].items()))
+    if not rows:
+        parts[-1] = "no engine has attached"
     return "\n".join([*parts, f"transfers remembered: {ended or 'none'}"])
 
 
@@ -151,7 +157,7 @@ def peers(admin: str, as_json: bool) -> None:
     found = ask(admin, "/statusz")["peers"]
     _print(as_json, {"schema_version": 1, "peers": found}, lambda: table(
         ("WORKER", "UP", "OK", "FAILED", "BYTES", "PATHS", "LAST FAILURE"), list(_peer_rows(found)),
-    ))  # fmt: skip
+    ) if found else "no worker has been met")  # fmt: skip
 
 
 def _peer_rows(found: list[dict[str, Any]]) -> Iterator[tuple[object, ...]]:
@@ -171,7 +177,9 @@ def slots(admin: str, as_json: bool) -> None:
     found = [{k: a[k] for k in ("worker", "rank", "slots", "staging")} for a in ask(admin, "/statusz")["agents"]]
     states = sorted({state for a in found for state in a["slots"]}, key=lambda s: (s != "free", s))
     rows = [(a["worker"], a["rank"], *(a["slots"].get(state, 0) for state in states)) for a in found]
-    _print(as_json, {"schema_version": 1, "slots": found}, lambda: table(("WORKER", "RANK", *states), rows))
+    _print(as_json, {"schema_version": 1, "slots": found}, lambda: (
+        table(("WORKER", "RANK", *states), rows) if rows else "no engine has attached"
+    ))  # fmt: skip
 
 
 @click.command()
@@ -198,6 +206,8 @@ def _transfers_text(found: list[dict[str, Any]]) -> str:
          _ms(t["elapsed_s"]), human_bytes(t["bytes"]), t["transport"], t.get("failure", {}).get("reason", ""),
          t["transfer"]) for t in found
     ]  # fmt: skip
+    if not rows:
+        return "no transfer is remembered"
     return table(("BEGAN", "ROLE", "PEER", "OUTCOME", "TOOK", "BYTES", "OVER", "REASON", "TRANSFER"), rows)
 
 
@@ -224,7 +234,11 @@ def _explained(t: dict[str, Any]) -> str:
     peer = f", {'from' if t['role'] == 'target' else 'to'} {t['peer']}" if t["peer"] else ""
     lines = [
         f"{t['transfer']}: {t['outcome']} as {t['role']}{peer}, after {_ms(t['elapsed_s'])}",
-        f"  {human_bytes(t['bytes'])} in {t['messages']} messages over {t['transport']}"
+        (
+            f"  {human_bytes(t['bytes'])} in {t['messages']} messages over {t['transport']}"
+            if t["messages"]
+            else "  nothing has been moved"
+        )
         + (f", trace {t['trace']}" if t["trace"] else ""),
     ]
     if t["components"]:
@@ -235,7 +249,7 @@ def _explained(t: dict[str, Any]) -> str:
     if failure := t.get("failure"):
         part = f", component {failure['component']}" if failure["component"] else ""
         lines += [
-            f"  what failed:  {failure['blame']}{part}; in: {failure['in']}",
+            f"  what failed:  {failure['blame']}{part}" + f"; in: {failure['in']}" * bool(failure["in"]),
             f"  why:          {failure['reason']}: {failure['cause']}",
             f"  what to do:   {failure['remedy']}",
         ]

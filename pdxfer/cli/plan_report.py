@@ -186,7 +186,7 @@ def _split(text: str) -> dict[str, str]:
 
 def _number(key: str, value: str) -> int:
     if not value.isascii() or not value.isdigit() or len(value) > 9:
-        raise MisuseError(f"{key}={value} is not a number", hint=f"{key} is the {_KEYS[key]}")
+        raise MisuseError(f"{key}={value} is no whole number from 0 to 999999999", hint=f"{key} is the {_KEYS[key]}")
     return int(value)
 
 

@@ -31,7 +31,7 @@ __all__ = ["size"]
 @click.option("--state-dtype", default="", help="Stored dtype of S.  [default: the config's, else float32]")
 @click.option("--conv-dtype", default="", help="Stored dtype of convolution state.  [default: the model's]")
 @click.option("--spec-tokens", type=click.IntRange(0), default=0, show_default=True, help="Draft tokens per step.")
-@click.option("--gpu-memory", default="", metavar="SIZE", help="Memory of one GPU, e.g. 80GiB: adds its ledger.")
+@click.option("--gpu-memory", metavar="SIZE", help="Memory of one GPU, e.g. 80GiB: adds its ledger.")
 @click.option("--weights", default="0", metavar="SIZE", show_default=True, help="Weights on one GPU.")
 @click.option("--overhead", default="0", metavar="SIZE", show_default=True, help="Activations, graphs and the like.")
 @click.option("--max-num-seqs", type=click.IntRange(1), help="Reserved requests.  [default: --concurrency]")
@@ -47,7 +47,7 @@ def size(
     state_dtype: str,
     conv_dtype: str,
     spec_tokens: int,
-    gpu_memory: str,
+    gpu_memory: str | None,
     weights: str,
     overhead: str,
     max_num_seqs: int | None,
@@ -84,13 +84,13 @@ def size(
 
 
 def _ledger(
-    spec: CacheSpec, assumptions: Assumptions, sizes: tuple[str, str, str], max_num_seqs: int, tokens: int
+    spec: CacheSpec, assumptions: Assumptions, sizes: tuple[str | None, str, str], max_num_seqs: int, tokens: int
 ) -> MemoryLedger | None:
     from pdxfer.sizing import memory_ledger, parse_bytes
 
-    gpu, weights, overhead = (parse_bytes(text) if text else 0 for text in sizes)
-    if not gpu and (sizes[0] or weights or overhead):
-        raise MisuseError("a GPU has some --gpu-memory, and --weights and --overhead need it", hint="e.g. 80GiB")
+    gpu, weights, overhead = (0 if text is None else parse_bytes(text) for text in sizes)
+    if not gpu and (sizes[0] is not None or weights or overhead):
+        raise MisuseError("--gpu-memory must be more than 0, and --weights and --overhead need it", hint="e.g. 80GiB")
     if not gpu:
         return None
     return memory_ledger(

@@ -39,7 +39,7 @@ from pdxfer.errors import MisuseError, PdxferError
 if TYPE_CHECKING:
     from pdxfer.observe.observer import Observer
 
-__all__ = ["DEFAULT_ADMIN", "Admin"]
+__all__ = ["DEFAULT_ADMIN", "Admin", "host_and_port"]
 
 DEFAULT_ADMIN = "127.0.0.1:9464"
 _LIMIT, _LIMIT_MAX = 50, 1000
@@ -133,7 +133,7 @@ def _server(observer: Observer, listen: str, probes_only: bool) -> _Server:
     if listen.startswith("unix://"):
         kind = _UnixServer
     else:
-        host, port = _host_and_port(listen, probes_only)
+        host, port = host_and_port(listen, probes_only=probes_only)
         kind, address = _Server6 if ":" in host else _Server, (host, port)
     try:
         server = kind(address, _Handler)
@@ -147,14 +147,15 @@ def _server(observer: Observer, listen: str, probes_only: bool) -> _Server:
     return server
 
 
-def _host_and_port(listen: str, probes_only: bool) -> tuple[str, int]:
+def host_and_port(listen: str, *, probes_only: bool = False) -> tuple[str, int]:
+    """The two parts of an admin's TCP address; raises MisuseError for none, and one that others could reach."""
     try:
         parts = urlsplit(f"//{listen}")
         host, port = parts.hostname or "", parts.port
     except ValueError:
         host, port = "", None
     if not host or port is None:
-        raise MisuseError(f"the admin address {listen!r} is none", hint="write HOST:PORT or unix:///path")
+        raise MisuseError(f"the admin address {listen!r} is not HOST:PORT", hint="write HOST:PORT or unix:///path")
     if not probes_only and not _is_loopback(host):
         raise MisuseError(
             f"the admin address {listen!r} can be reached from other machines, and nobody is authenticated",

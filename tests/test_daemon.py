@@ -9,6 +9,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import tempfile
 import threading
 import time
@@ -19,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pdxfer.agent import SidecarAgent
+from pdxfer.agent import SidecarAgent, client
 from pdxfer.agent.config import DaemonConfig
 from pdxfer.agent.daemon import Daemon
 from pdxfer.agent.frames import FRAMES_VERSION, Pipe, open_socket
@@ -127,6 +128,23 @@ def test_a_fence_is_passed_once_in_the_engine_before_the_first_byte(directory):
         ends.wait(1)
 
 
+def test_callers_that_wait_at_once_read_each_other_s_answers(directory):
+    """One of them reads: for the others too, and when it has its own answer, another one does."""
+    with both(directory) as (source, target), ThreadPoolExecutor(3) as pool:
+        engine, passes = target.agents[0], [threading.Event() for _ in range(3)]
+        fetches = []
+        for number, passed in enumerate(passes):
+            ticket = source.offer(f"{number}", TOKENS, fence=lambda passed=passed: passed.wait(20.0))
+            target.reserve(f"{number}", TOKENS)
+            tables = target.ranks[0].tables[f"{number}"]
+            fetches.append(pool.submit(engine.fetch, ticket, tables))
+            assert wait_until(lambda n=number: len(engine._calls._waiting) == n + 1, timeout_s=20.0)
+        for done, (passed, fetch) in enumerate(zip(passes, fetches, strict=True)):  # whoever reads goes first
+            assert engine.counters.get("fetched", 0) == done
+            passed.set()
+            fetch.result(60.0).release()
+
+
 def test_withdrawn_cancelled_declined_and_kept(directory):
     with both(directory, lease_s=1.5) as (source, target):
         ends = Ends()
@@ -209,8 +227,11 @@ def test_frames_that_are_none_end_their_own_connection_alone(directory):
             pipe.ask("region", {"nbytes": 4096, "name": "r"}, 5.0, fd=file.fileno())
         layout = layouts(Parallel(), Parallel())[0]
         attach = {"rank": 0, "worker": "w", "layout": layout.to_bytes(), "epoch": bytes(16), "key": bytes(32)}
-        with pytest.raises(PdxferError, match="not shared memory"):
+        with pytest.raises(MisuseError, match="a socket for its answers"):
             pipe.ask("attach", attach, 5.0)
+        ours, theirs = socket.socketpair()
+        with ours, theirs, pytest.raises(PdxferError, match="not shared memory"):
+            pipe.ask("attach", attach, 5.0, fd=theirs.fileno())
         assert pipe.ask("hello", {"version": FRAMES_VERSION}, 5.0)["version"] == FRAMES_VERSION
         pipe.close()
         assert daemon.agents == {}
@@ -225,12 +246,13 @@ def test_an_engine_that_attaches_at_the_second_try_ends_with_the_daemon(director
             engine.start()
         daemon.draining = False
         bad = {"rank": 0, "worker": "w", "layout": b"no layout", "epoch": bytes(16), "key": bytes(32)}
-        with pytest.raises(PdxferError):
-            engine._pipe.ask("attach", bad, 30.0)
+        ours, theirs = socket.socketpair()
+        with ours, theirs, pytest.raises(PdxferError):
+            engine._pipe.ask("attach", bad, 30.0, fd=theirs.fileno())
         engine.start()
         (attached,) = daemon._engines
         daemon.close()
-        assert not attached.is_alive()
+        assert attached.ended.is_set()
         assert daemon.agents == {}
 
 
@@ -242,7 +264,7 @@ def test_what_a_silent_sidecar_begins_late_ends_by_itself(directory, monkeypatch
         with rank.agent as engine:
             ticket = peer.offer("one", TOKENS)
             daemon.process.send_signal(signal.SIGSTOP)
-            monkeypatch.setattr(SidecarAgent._call, "__defaults__", (0.2,))
+            monkeypatch.setattr(client, "_CALL_S", 0.2)
             fetch = engine.start_fetch(ticket, rank.reserve("one", TOKENS))
             with pytest.raises(DeadlineError):
                 engine.offer("two", rank.reserve("two", TOKENS), kv_tokens=TOKENS)
@@ -259,7 +281,7 @@ def test_a_fetch_that_can_t_even_begin_says_so_at_once(directory):
     with both(directory) as (source, target):
         ticket = source.offer("one", TOKENS)
         target.reserve("one", TOKENS)
-        with pytest.raises(MisuseError, match="can't be fetched"):
+        with pytest.raises(MisuseError, match="wrong arguments"):
             target.agents[0].fetch(ticket, target.ranks[0].tables["one"], speed="high")
         target.fetch(ticket, "one")[0].release()
 
@@ -394,7 +416,7 @@ def test_what_is_refused_by_a_sidecar_that_dies_is_not_ended_once_more(directory
                     engine.start_fetch, ticket, rank.reserve("one", TOKENS), on_done=lambda: called.append("fetch")
                 ),
             ]
-            assert wait_until(lambda: len(engine._answers) == 2, timeout_s=20.0)
+            assert wait_until(lambda: len(engine._calls._waiting) == 2, timeout_s=20.0)
             daemon.restart()
             for each in begun:
                 with pytest.raises(PeerError) as caught:
@@ -446,7 +468,7 @@ def test_nobody_waits_for_the_fence_of_an_engine_that_is_gone(directory):
         rank = Rank(layout, seed=1, sidecar=daemon.config.socket)
         (attached,) = daemon._engines
         rank.agent.close()
-        attached.join(30.0)
+        assert attached.ended.wait(30.0)
         with pytest.raises(AbortedError, match="engine is gone"):
             pool.submit(attached._fence, "one").result(30.0)
 

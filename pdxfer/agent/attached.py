@@ -2,16 +2,21 @@
 
 In come frames, in order; out go answers, and events from the agent's threads. What a request may be is a ``do_`` method
 here; ``client.py`` is the other end, ``daemon.py`` knows all of them.
+
+One thread reads. It runs what it has read, so that nobody need be woken for it; before it runs a whole fetch, it wakes
+another one to read on. Answers go to the socket that came with ``attach``, which the engine's callers read themselves.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import socket
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from pdxfer.agent.config import Incarnation
@@ -32,15 +37,19 @@ __all__ = ["Attached"]
 _REGIONS_MAX = 4096
 _TICK_S = 0.1
 _FENCE_S = 120.0
+_SPARE_MAX = 2
 _log = logging.getLogger("pdxfer.daemon")
 
 
-class Attached(threading.Thread):
-    """One connection: reads requests, runs them in order, answers. Events come from the agent's threads."""
+class Attached:
+    """One connection. Events come from the agent's threads.
+
+    Attributes:
+        pipe: requests come by it, and events go. ended: all that it held is given back.
+    """
 
     def __init__(self, daemon: Daemon, pipe: Pipe) -> None:
-        super().__init__(name="pdxfer-daemon-engine", daemon=True)
-        self._owner, self.pipe = daemon, pipe
+        self._owner, self.pipe, self._answers = daemon, pipe, pipe
         self._rank = 0
         self._agent: Agent | None = None
         self._regions: list[tuple[int, int, str]] = []
@@ -50,7 +59,17 @@ class Attached(threading.Thread):
         self._received: dict[int, Received] = {}
         self._unsettled: dict[int, Fetch] = {}
         self._fences: dict[str, tuple[threading.Event, list[str]]] = {}
-        self._gone = threading.Event()
+        self._gone, self.ended = threading.Event(), threading.Event()
+        self._spare = 0
+        self._lock, self._turns = threading.Lock(), SimpleQueue[None]()
+
+    def start(self) -> None:
+        """Begin to read."""
+        threading.Thread(target=self._run, name="pdxfer-daemon-engine", daemon=True).start()
+
+    def stop(self) -> None:
+        """End it all, soon; ``ended`` says when. Only then does the engine see the socket closed."""
+        self._gone.set()
 
     def underway(self) -> int:
         """Offers and fetches whose end the engine has not been told, and a request that may become one: with less, a
@@ -59,22 +78,63 @@ class Attached(threading.Thread):
         asked = self._answering and self._agent is not None
         return len(self._offers) + len(self._fetches) + asked
 
-    def run(self) -> None:
-        """Serve it until it is gone, then end all that it held."""
+    def _run(self) -> None:
+        """A thread that reads when it is its turn, until the engine is gone or threads enough wait for theirs."""
+        while self._read() and self._wait():
+            continue
+
+    def _read(self) -> bool:
+        """Serve it, and when it is gone end all that it held; True when another thread reads on."""
+        begun: Callable[[], None] | None = None
         try:
             while not self._gone.is_set():
                 if (frame := self.pipe.receive(_TICK_S)) is not None:
                     self._answering = True
-                    self._answer(*frame)
+                    later = self._answer(*frame)
                     self._answering = False
+                    if later is not None:
+                        if self._hand_on():
+                            begun = later
+                            break
+                        later()
                 self._tell_settled()
         except PeerError as error:
             _log.log(logging.INFO if error.reason == "SIDECAR_LOST" else logging.ERROR, "an engine is gone: %s", error)
         finally:
-            self._end()
+            if begun is None:
+                self._end()
+        if begun is not None:
+            begun()
+        return begun is not None
+
+    def _hand_on(self) -> bool:
+        """Let another thread read; False when there is none left."""
+        with self._lock:
+            spare, self._spare = self._spare, max(0, self._spare - 1)
+        if spare:
+            self._turns.put(None)
+            return True
+        try:
+            self.start()
+        except RuntimeError:
+            return False
+        return True
+
+    def _wait(self) -> bool:
+        """Wait for this thread's turn to read; False when it is not needed."""
+        with self._lock:
+            if self._spare >= _SPARE_MAX or self._gone.is_set():
+                return False
+            self._spare += 1
+        self._turns.get()
+        return not self._gone.is_set()
 
     def _end(self) -> None:
         self._gone.set()
+        with self._lock:
+            spare, self._spare = self._spare, 0
+        for _ in range(spare):
+            self._turns.put(None)
         for passed, _ in list(self._fences.values()):
             passed.set()
         agent, self._agent = self._agent, None
@@ -83,11 +143,13 @@ class Attached(threading.Thread):
             agent.close()
             self._offers, self._fetches, self._received, self._unsettled = set(), {}, {}, {}
             _log.info("rank %d is detached", self._rank)
-        self.pipe.close()  # the engine may use its pages from here on
+        self._answers.close()  # the engine may use its pages from here on
+        self.pipe.close()
         self._owner.forget(self)
         if agent is not None:
             self._owner.give_up(self._rank, agent)
             self._owner.tidy_soon()
+        self.ended.set()
 
     def _close_regions(self) -> None:
         for fd, _, _ in self._regions:
@@ -96,12 +158,14 @@ class Attached(threading.Thread):
 
     # -- requests ------------------------------------------------------------------------------------
 
-    def _answer(self, number: int, name: str, values: Any, fds: list[int]) -> None:
+    def _answer(self, number: int, name: str, values: Any, fds: list[int]) -> Callable[[], None] | None:
+        """Run a request and answer it; returns what is yet to be run of it, by a thread that does not read."""
+        answers = self._answers
         try:
             call = _REQUESTS.get(name)
             if call is None or not isinstance(values, dict) or any(type(key) is not str for key in values):
                 raise MisuseError(f"the sidecar knows no request {name!r}", hint="compare the two versions of pdxfer")
-            if name == "region":
+            if call in _WITH_FILES:
                 values["fds"] = fds
             answer = call(self, **values)
         except Exception as error:  # noqa: BLE001 - the engine is told, and our log has the rest
@@ -110,13 +174,16 @@ class Attached(threading.Thread):
             if isinstance(error, TypeError):
                 error = MisuseError(f"request {name!r} has wrong arguments: {error}")
             if number:
-                self.pipe.send(number, "error", error_to(error))
-            return
+                answers.send(number, "error", error_to(error))
+            return None
         finally:
             for fd in fds:
                 os.close(fd)
+        if call is Attached.do_fetch:
+            return partial(answer, number)
         if number:
-            self.pipe.send(number, "ok", answer)
+            answers.send(number, "ok", answer)
+        return None
 
     @property
     def agent(self) -> Agent:
@@ -138,12 +205,16 @@ class Attached(threading.Thread):
             raise MisuseError("a region comes with its file, before attach")
         self._regions.append((os.dup(fds[0]), nbytes, name))
 
-    def do_attach(self, rank: int, worker: str, layout: bytes, epoch: bytes, key: bytes) -> dict[str, Any]:
-        """Make the rank's agent over the regions that came."""
+    def do_attach(
+        self, fds: list[int], rank: int, worker: str, layout: bytes, epoch: bytes, key: bytes
+    ) -> dict[str, Any]:
+        """Make the rank's agent over the regions that came; later answers go to the socket that comes along."""
         if self._agent is not None:
             raise MisuseError("this engine has attached already")
         if self._owner.draining:
             raise PeerError("this sidecar drains: it takes nothing new", reason="DRAINING")
+        if len(fds) != 1:
+            raise MisuseError("an engine attaches with a socket for its answers")
         config = self._owner.config.of_rank(rank, worker)
         agent = Agent(config, Incarnation(epoch=epoch, key=key))
         try:
@@ -152,6 +223,7 @@ class Attached(threading.Thread):
             regions = [_adopt(agent, *region) for region in self._regions]
             agent.attach(Layout.from_bytes(layout), regions)
             agent.start()
+            self._answers = Pipe(socket.socket(fileno=os.dup(fds[0])))
         except BaseException:
             agent.close()
             self._agent = None
@@ -174,13 +246,13 @@ class Attached(threading.Thread):
             },
         }
 
-    def do_offer(self, transfer: str, tables: Mapping[str, Any], fence: bool, **facts: Any) -> str:
-        """See ``Agent.offer``."""
+    def do_seal(self, transfer: str, tables: Mapping[str, Any], fence: bool, **facts: Any) -> str:
+        """See ``Agent.seal``."""
         wait = partial(self._fence, transfer) if fence else None
         known = transfer in self._offers  # then it is refused, and the other one goes on
         self._offers.add(transfer)
         try:
-            return self.agent.offer(transfer, tables, fence=wait, on_end=self._on_end, **facts).encode()
+            return self.agent.seal(transfer, tables, fence=wait, on_end=self._on_end, **facts)
         except BaseException:
             if not known:
                 self._offers.discard(transfer)
@@ -203,22 +275,27 @@ class Attached(threading.Thread):
         self.agent.siblings.clear()
         self.agent.siblings.update(addresses)
 
-    def do_fetch(self, fetch: int, answered: bool, ticket: str, tables: Mapping[str, Any], **how: Any) -> None:
-        """Begin a fetch; ``fetched`` is told when it has ended, or (not ``answered``) could not begin."""
+    def do_start_fetch(self, fetch: int, ticket: str, tables: Mapping[str, Any], **how: Any) -> None:
+        """Begin a fetch; ``fetched`` is told when it has ended."""
         begun = threading.Event()
 
         def on_done() -> None:
             begun.wait()
-            self._fetched(fetch)
+            self._end_fetch(fetch, lambda end: self._say("fetched", fetch=fetch, **end))
 
-        try:
-            self._fetches[fetch] = self.agent.start_fetch(ticket, tables, on_done=on_done, **how)
-        except Exception as error:
-            if answered:
-                raise
-            known = error if isinstance(error, PdxferError) else MisuseError(f"this can't be fetched: {error}")
-            self._say("fetched", fetch=fetch, error=error_to(known), settled=True)
+        self._fetches[fetch] = self.agent.start_fetch(ticket, tables, on_done=on_done, **how)
         begun.set()
+
+    def do_fetch(self, fetch: int, ticket: str, tables: Mapping[str, Any], **how: Any) -> Callable[[int], None]:
+        """A whole fetch, which is answered at its end; returns what runs it."""
+        running = self._fetches[fetch] = self.agent.new_fetch(ticket, tables, **how)
+
+        def run(number: int) -> None:
+            running.run()
+            with suppress(PeerError):
+                self._end_fetch(fetch, lambda end: self._answers.send(number, "ok", end))
+
+        return run
 
     def do_cancel(self, fetch: int, why: str) -> None:
         """Give a fetch up."""
@@ -293,23 +370,22 @@ class Attached(threading.Thread):
         finally:
             del self._fences[transfer]
 
-    def _fetched(self, number: int) -> None:
+    def _end_fetch(self, number: int, tell: Callable[[dict[str, Any]], None]) -> None:
         if (fetch := self._fetches.get(number)) is not None:  # else the engine is gone
-            self._tell_fetched(number, fetch)
+            tell(self._outcome(number, fetch))
             self._fetches.pop(number, None)
 
-    def _tell_fetched(self, number: int, fetch: Fetch) -> None:
+    def _outcome(self, number: int, fetch: Fetch) -> dict[str, Any]:
+        """How it ended, as the engine is told."""
         try:
             received = self._received[number] = fetch.wait()
         except Exception as error:  # noqa: BLE001 - whatever it is, the engine must hear of it
             self._owner.tidy_soon()
             if not (settled := fetch.settle()):
                 self._unsettled[number] = fetch
-            self._say("fetched", fetch=number, error=error_to(error), settled=settled)
-            return
+            return {"error": error_to(error), "settled": settled}
         edges = [edge_to(edge) for edge in received.edges]
-        source = received.plan.source.digest
-        self._say("fetched", fetch=number, edges=edges, seconds=received.seconds, source=source)
+        return {"edges": edges, "seconds": received.seconds, "source": received.plan.source.digest}
 
     def _tell_settled(self) -> None:
         for number in [number for number, fetch in list(self._unsettled.items()) if fetch.settle()]:
@@ -320,6 +396,7 @@ class Attached(threading.Thread):
 _REQUESTS: dict[str, Callable[..., Any]] = {
     name[3:]: call for name, call in vars(Attached).items() if name.startswith("do_")
 }
+_WITH_FILES = (Attached.do_region, Attached.do_attach)
 
 
 def _adopt(agent: Agent, fd: int, nbytes: int, name: str) -> Any:

@@ -14,28 +14,30 @@ scheduler stay good.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import os
+import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
 
+from pdxfer.agent.calls import Calls
 from pdxfer.agent.config import AgentConfig, Incarnation
 from pdxfer.agent.fetch import Received
 from pdxfer.agent.frames import FRAMES_VERSION, Pipe, error_from, open_socket
 from pdxfer.agent.mirror import Mirror, SharedMemory
-from pdxfer.agent.service import Agent
+from pdxfer.agent.service import Agent, plain
 from pdxfer.agent.sidecar_fetch import SidecarFetch, edge_from
-from pdxfer.agent.source import OnEnd
+from pdxfer.agent.source import OnEnd, check_id
 from pdxfer.agent.threads import start_thread
 from pdxfer.errors import (
     AbortedError,
@@ -110,8 +112,6 @@ class SidecarAgent:
         self._mirror: Mirror | None = None
         self._address = ""
         self._keys: TicketKeys | None = None
-        self._numbers = itertools.count(1)
-        self._answers: dict[int, SimpleQueue[Any]] = {}
         self._offers: dict[str, _Offered] = {}
         self._fetches: dict[int, _Fetching] = {}
         self._lock = threading.Lock()
@@ -119,6 +119,7 @@ class SidecarAgent:
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self.reattached = 0
+        self._calls: Calls | None = None  # while attached
         self._pipe: Pipe | None = self._greet(connect_s)
 
     def _greet(self, patience_s: float) -> Pipe:
@@ -166,16 +167,18 @@ class SidecarAgent:
         pipe = self._pipe
         if self._layout is None or pipe is None or self._threads:
             raise MisuseError("start comes once, after attach")
-        self._hand_over(pipe, self._layout)
+        self._calls = self._hand_over(pipe, self._layout)
         for name, target in (("reader", self._run), ("callbacks", self._work)):
             self._threads.append(start_thread(f"pdxfer-{self.config.rank}-sidecar-{name}", target))
 
-    def _hand_over(self, pipe: Pipe, layout: Layout) -> None:
+    def _hand_over(self, pipe: Pipe, layout: Layout) -> Calls:
         for shared in self._shared:
             pipe.ask("region", {"nbytes": shared.view.nbytes, "name": shared.name}, _CALL_S, fd=shared.fd)
         mine = {"rank": self.config.rank, "worker": self.config.worker, "layout": layout.to_bytes()}
         secret = {"epoch": self._incarnation.epoch, "key": self._incarnation.key}
-        answer = pipe.ask("attach", {**mine, **secret}, _ATTACH_S)
+        ours, theirs = socket.socketpair()
+        with theirs, _closed_on_failure(answers := Pipe(ours)):
+            answer = pipe.ask("attach", {**mine, **secret}, _ATTACH_S, fd=theirs.fileno())
         if self._address not in ("", answer["address"]):
             what = "the sidecar's address is now %s, but a scheduler's tickets say %s: give its agents fixed ports"
             _log.warning(what, answer["address"], self._address)
@@ -184,6 +187,7 @@ class SidecarAgent:
         self._keys = TicketKeys.create(file) if file else TicketKeys(tuple(answer["keys"]))
         self.config = AgentConfig(rank=self.config.rank, **answer["config"])
         self._told_siblings = {}
+        return Calls(pipe, answers, partial(_lost, self.path), self._on_unclaimed)
 
     @property
     def address(self) -> str:
@@ -253,26 +257,46 @@ class SidecarAgent:
         tables: Mapping[str, Sequence[int]],
         *,
         kv_tokens: int,
+        state_tokens: int | None = None,
+        sampled: Sequence[int] = (),
+        context: bytes = b"",
+        nonce: bytes | None = None,
+        tenant: str = "",
+        audience: str = "",
+        trace: str = "",
         fence: Callable[[], None] | None = None,
         on_end: OnEnd | None = None,
-        **facts: Any,
     ) -> Ticket:
         """See ``Agent.offer``. ``fence`` runs here, when a peer first asks, and then the copy of own memory."""
+        check_id(transfer)
+        stands, nonce = kv_tokens if state_tokens is None else state_tokens, nonce or secrets.token_bytes(16)
+        issue = partial(
+            self.issuer.issue,
+            transfer,
+            kv_tokens=plain(kv_tokens),
+            state_tokens=plain(stands),
+            sampled=[plain(token) for token in sampled],
+            context=context,
+            nonce=nonce,
+            tenant=tenant,
+            audience=audience,
+        )
         if self._mirror is not None:
             fence = partial(self._mirror.out, tables, RequestShape(kv_tokens=int(kv_tokens)), fence)
-        offered = _Offered(fence=fence, on_end=on_end)
+        offered, tickets = _Offered(fence=fence, on_end=on_end), list[Ticket]()
         with self._lock:
             if transfer in self._offers:
                 raise MisuseError(f"transfer {transfer!r} is offered already")
             self._offers[transfer] = offered
         try:
-            said = {"transfer": transfer, "tables": tables, "kv_tokens": kv_tokens, "fence": fence is not None}
-            text = self._call("offer", **said, **facts)
+            said: dict[str, Any] = {"transfer": transfer, "tables": tables, "kv_tokens": kv_tokens, "nonce": nonce}
+            said |= {"state_tokens": stands, "tenant": tenant, "trace": trace, "fence": fence is not None}
+            trace = self._calling().ask("seal", said, _CALL_S, meanwhile=lambda: tickets.append(issue()))
         except BaseException as error:
             with self._lock:
                 if self._offers.get(transfer) is offered:
                     del self._offers[transfer]
-            if isinstance(error, DeadlineError):  # it may yet hear of it
+            if isinstance(error, DeadlineError) or not tickets:  # it has heard of it, or may yet
                 offered.end()
                 self.tell("withdraw", transfer=transfer)
             raise
@@ -280,7 +304,7 @@ class SidecarAgent:
             offered.answered = True
         if offered.early:
             self._jobs.put(partial(self._ended, offered, transfer, offered.early))
-        return Ticket.decode(text)
+        return tickets[0] if tickets[0].trace == trace else replace(tickets[0], trace=trace)
 
     def withdraw(self, transfer: str) -> None:
         """See ``Agent.withdraw``. A sidecar that is gone has nothing to withdraw."""
@@ -310,21 +334,30 @@ class SidecarAgent:
         **facts: Any,
     ) -> SidecarFetch:
         """See ``Agent.start_fetch``. ``on_done`` is called by a thread of ours."""
-        return self._begin(ticket, tables, first_token, timeout_s, on_done, answered=True, **facts)
+        fetch, about = self._prepare(ticket, tables, first_token, timeout_s, on_done)
+        try:
+            self._call("start_fetch", **about, **facts)
+        except DeadlineError:  # it may yet begin: its end, which the sidecar will tell, is that of the pages, too
+            fetch.cancel("the sidecar was silent when it was to begin")
+        except BaseException:
+            self._forget(fetch)
+            raise
+        with self._lock:
+            fetch.begun, over = True, fetch.done
+        if over and on_done is not None:
+            self._jobs.put(on_done)
+        return fetch
 
-    def _begin(
+    def _prepare(
         self,
         ticket: Ticket | str,
         tables: Mapping[str, Sequence[int]],
         first_token: int,
         timeout_s: float,
-        on_done: Callable[[], None] | None,
-        *,
-        answered: bool,
-        **facts: Any,
-    ) -> SidecarFetch:
-        """Begin a fetch; when nobody looks at it before its end, one answer is enough for both (``answered`` False)."""
-        parsed, number = _parsed(ticket), next(self._numbers)
+        on_done: Callable[[], None] | None = None,
+    ) -> tuple[SidecarFetch, dict[str, Any]]:
+        """A fetch, and how to ask for it."""
+        parsed, number = _parsed(ticket), Calls.new_number()
         bring = None
         if self._mirror is not None:
             shape = RequestShape(kv_tokens=parsed.kv_tokens, first_token=min(int(first_token), parsed.kv_tokens))
@@ -338,23 +371,13 @@ class SidecarAgent:
         fetch = SidecarFetch(self, number, parsed, timeout_s, bring)
         with self._lock:
             self._fetches[number] = fetch, on_done
-        about = {"ticket": parsed.encode(), "tables": tables, "first_token": first_token, "timeout_s": timeout_s}
-        try:
-            if answered:
-                self._call("fetch", fetch=number, answered=True, **about, **facts)
-            else:
-                self._line().send(0, "fetch", {"fetch": number, "answered": False, **about, **facts})
-        except DeadlineError:  # it may yet begin: its end, which the sidecar will tell, is that of the pages, too
-            fetch.cancel("the sidecar was silent when it was to begin")
-        except BaseException:
-            with self._lock:
-                self._fetches.pop(number, None)
-            raise
+        text = ticket if isinstance(ticket, str) else ticket.encode()
+        about = {"ticket": text, "tables": tables, "first_token": first_token, "timeout_s": timeout_s}
+        return fetch, {"fetch": number, **about}
+
+    def _forget(self, fetch: SidecarFetch) -> None:
         with self._lock:
-            fetch.begun, over = True, fetch.done
-        if over and on_done is not None:
-            self._jobs.put(on_done)
-        return fetch
+            self._fetches.pop(fetch.number, None)
 
     def fetch(
         self,
@@ -365,8 +388,21 @@ class SidecarAgent:
         timeout_s: float = 30.0,
         **facts: Any,
     ) -> Received:
-        """See ``Agent.fetch``."""
-        return self._begin(ticket, tables, first_token, timeout_s, None, answered=False, **facts).wait()
+        """See ``Agent.fetch``. Its end is the answer: a wake-up less than that of ``start_fetch``."""
+        fetch, about = self._prepare(ticket, tables, first_token, timeout_s)
+        try:
+            end = self._calling().ask("fetch", {**about, **facts}, fetch.left_s(), number=fetch.number)
+        except DeadlineError:  # whatever becomes of it, its pages stay taken
+            fetch.cancel("the sidecar does not say how it ended")
+            raise
+        except PdxferError:
+            self._forget(fetch)
+            raise
+        except BaseException as error:
+            fetch.cancel(f"interrupted by {type(error).__name__}")
+            raise
+        self._on_fetched(fetch.number, **end)
+        return fetch.wait()
 
     # -- the socket --------------------------------------------------------------------------------
 
@@ -377,35 +413,21 @@ class SidecarAgent:
             with suppress(PeerError):
                 pipe.send(0, name, values)
 
-    def _line(self) -> Pipe:
+    def _calling(self) -> Calls:
         with self._lock:
-            if self._pipe is None:
+            if self._calls is None:
                 raise _lost(self.path)
-            return self._pipe
+            return self._calls
 
-    def _call(self, name: str, timeout_s: float = _CALL_S, /, **values: Any) -> Any:
-        """Ask, and wait for the answer.
+    def _call(self, name: str, timeout_s: float = 0.0, /, **values: Any) -> Any:
+        """Ask, and wait for the answer; see ``Calls.ask``."""
+        return self._calling().ask(name, values, timeout_s or _CALL_S)
 
-        Raises:
-            PdxferError: the sidecar's answer. PeerError: SIDECAR_LOST: it is gone, or went meanwhile.
-        """
-        number, answer = next(self._numbers), SimpleQueue[Any]()
-        with self._lock:
-            pipe = self._pipe
-            if pipe is None:
-                raise _lost(self.path)
-            self._answers[number] = answer
-        try:
-            pipe.send(number, name, values)
-            ok, value = answer.get(timeout=timeout_s)
-        except Empty:
-            raise DeadlineError(f"the sidecar at {self.path} did not answer {name} within {timeout_s:g} s") from None
-        finally:
-            with self._lock:
-                self._answers.pop(number, None)
-        if not ok:
-            raise value
-        return value
+    def _on_unclaimed(self, number: int, name: str, values: Any) -> None:
+        """An answer that nobody waits for any more: of a fetch, it ends it."""
+        if number in self._fetches and isinstance(values, dict):
+            ended = values if name == "ok" else {"error": values}
+            self._on_fetched(number, **ended)
 
     def _run(self) -> None:
         """The reading thread: frames, until the sidecar is gone; then the next sidecar."""
@@ -415,21 +437,16 @@ class SidecarAgent:
             try:
                 while True:
                     if (frame := pipe.receive(3600.0)) is not None:
-                        self._handle(*frame)
+                        self._handle(*frame[1:])
             except Exception as error:  # noqa: BLE001 - gone, or nothing that this version understands
                 self._lose(pipe, error)
             if not self._closing.is_set():
                 self._reattach()
 
-    def _handle(self, number: int, name: str, values: Any, fds: list[int]) -> None:
+    def _handle(self, name: str, values: Any, fds: list[int]) -> None:
         for fd in fds:
             os.close(fd)
-        if number:
-            with self._lock:
-                answer = self._answers.get(number)
-            if answer is not None:
-                answer.put((True, values) if name == "ok" else (False, error_from(values)))
-        elif (event := _EVENTS.get(name)) is not None:
+        if (event := _EVENTS.get(name)) is not None:
             event(self, **values)
 
     def _on_ended(self, transfer: str, outcome: str) -> None:
@@ -506,12 +523,11 @@ class SidecarAgent:
         self._finish(number, found, received)
 
     def _finish(self, number: int, found: _Fetching, result: Received | PdxferError, *, settled: bool = True) -> None:
-        if settled:
-            with self._lock:
-                self._fetches.pop(number, None)
         fetch, on_done = found
         with self._lock:
             fetch.finish(result, settled=settled)
+            if fetch.settle():
+                self._fetches.pop(number, None)
             begun = fetch.begun  # else whoever begins it sees that it has ended, or raises and nothing is called
         if begun and on_done is not None:
             self._jobs.put(on_done)
@@ -519,9 +535,11 @@ class SidecarAgent:
 
     def _on_settled(self, fetch: int) -> None:
         with self._lock:
-            found = self._fetches.pop(fetch, None)
-        if found is not None:
-            found[0].settled()
+            found = self._fetches.get(fetch)
+            if found is not None:
+                found[0].settled()
+                if found[0].done:  # else its end has not been read yet
+                    del self._fetches[fetch]
 
     def _calm(self) -> None:
         """Give the twin of own memory back when nothing is underway in it."""
@@ -546,19 +564,18 @@ class SidecarAgent:
 
     def _lose(self, pipe: Pipe, error: Exception) -> None:
         with self._lock:
-            self._pipe = None
-            answers, self._answers = self._answers, {}
+            self._pipe, calls, self._calls = None, self._calls, None
             offers, self._offers = self._offers, {}
             fetches = {number: found for number, found in self._fetches.items() if not found[0].arrived}
             self._fetches = {number: found for number, found in self._fetches.items() if found[0].arrived}
         pipe.close()
+        assert calls is not None
+        calls.close()
         if not self._closing.is_set():
             _log.error("the sidecar at %s is gone (%s): %d offers and %d fetches are lost",
                        self.path, error, len(offers), len(fetches))  # fmt: skip
         for transfer, offered in offers.items():
             self._note_end(offered, transfer, "lost: the sidecar is gone")
-        for answer in answers.values():
-            answer.put((False, _lost(self.path)))
         for number, found in fetches.items():
             if found[0].done:
                 found[0].settled()
@@ -572,7 +589,7 @@ class SidecarAgent:
             try:
                 pipe = self._greet(0.0)
                 with _closed_on_failure(pipe):
-                    self._hand_over(pipe, self._layout)
+                    calls = self._hand_over(pipe, self._layout)
             except PdxferError as error:
                 level = logging.DEBUG if error.reason == "SIDECAR_UNREACHABLE" else logging.WARNING
                 _log.log(level, "not attached to the sidecar yet: %s", error)
@@ -580,10 +597,11 @@ class SidecarAgent:
                 pause_s = min(2 * pause_s, _RETRY_S[1])
                 continue
             with self._lock:
-                self._pipe = pipe
+                self._pipe, self._calls = pipe, calls
                 self.reattached += 1
             if self._closing.is_set():
-                pipe.end()
+                calls.close()
+                pipe.close()
             _log.warning("attached to the sidecar at %s again", self.path)
             return
 

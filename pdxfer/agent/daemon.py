@@ -157,9 +157,9 @@ class Daemon:
         with self._changed:
             engines = list(self._engines)
         for engine in engines:
-            engine.pipe.end()
+            engine.stop()
         for engine in engines:
-            engine.join(_JOIN_S)
+            engine.ended.wait(_JOIN_S)
         if self._health is not None:
             self._health.stop()
         self._unlink()

@@ -10,13 +10,14 @@ and nothing in it is an address, a path or code. This file knows no frame's mean
     number > 0   a request of the engine's, and its answer: name "ok" or "error"
     number = 0   said without an answer: orders of the engine's, events of the sidecar's
 
+A frame that brings a descriptor is sent when all before it are answered.
+
 Trust: the socket's directory is its user's alone, and both ends ask the kernel who the other is (SO_PEERCRED).
 """
 
 from __future__ import annotations
 
 import os
-import select
 import socket
 import stat
 import struct
@@ -28,14 +29,14 @@ import msgpack
 
 from pdxfer import errors
 from pdxfer.errors import MisuseError, PdxferError, PeerError
-from pdxfer.transport.base import Deadline
-from pdxfer.transport.unix import check_peer, try_receive, wait_for
+from pdxfer.transport.unix import check_peer, try_receive
 
 __all__ = ["FRAMES_VERSION", "Pipe", "check_private", "error_from", "error_to", "open_socket"]
 
-FRAMES_VERSION = 1
+FRAMES_VERSION = 2
 _MAX_BYTES = 8 << 20  # a layout has at most 3 MiB
 _LENGTH = struct.Struct("<I")
+_READ_BYTES = 64 << 10
 _STALL_S = 10.0  # whoever does not read for so long is as good as gone
 _EXTRA = ("component", "field", "retry_after_s", "source", "target")
 _CLASSES = {name: getattr(errors, name) for name in errors.__all__}
@@ -48,6 +49,8 @@ class Pipe:
         sock.setblocking(True)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(_STALL_S), 0))
         self._socket, self._sending = sock, threading.Lock()
+        self._buffer, self._begun, self._fds = bytearray(_READ_BYTES), bytearray(), list[int]()
+        self._patience_s = 0.0
         try:
             self.process_id = check_peer(sock)
         except (PdxferError, OSError) as error:
@@ -65,7 +68,7 @@ class Pipe:
         data = _LENGTH.pack(len(body)) + body
         try:
             with self._sending:
-                sent = socket.send_fds(self._socket, [data], [fd] if fd >= 0 else [])
+                sent = socket.send_fds(self._socket, [data], [fd]) if fd >= 0 else 0
                 self._socket.sendall(memoryview(data)[sent:])
         except OSError as error:
             self.end()
@@ -77,41 +80,54 @@ class Pipe:
         Raises:
             PeerError: the other end is gone (reason SIDECAR_LOST), or sent what is no frame.
         """
-        fds: list[int] = []
         try:
-            if not wait_for(self._socket, select.POLLIN, Deadline(timeout_s)):
-                return None
-            size = _LENGTH.unpack(self._read(_LENGTH.size, fds))[0]
-            if size > _MAX_BYTES:
-                raise PeerError(f"a frame of {size} B came", reason="PROTOCOL")
-            number, name, values = msgpack.unpackb(self._read(size, fds), max_ext_len=0, strict_map_key=False)
-            if type(number) is not int or type(name) is not str or len(fds) > 1:
+            while (body := self._whole()) is None:
+                if not self._read_some(_STALL_S if self._begun else timeout_s):
+                    return None
+            number, name, values = msgpack.unpackb(body, max_ext_len=0, strict_map_key=False)
+            if type(number) is not int or type(name) is not str or len(self._fds) > 1:
                 raise PeerError("a frame with wrong fields came", reason="PROTOCOL")
         except Exception as error:  # whatever msgpack says of bad bytes, too
             self.end()
-            for fd in fds:
+            for fd in self._fds:
                 os.close(fd)
+            self._fds = []
             if isinstance(error, PeerError):
                 raise
             raise PeerError(f"no frame could be read: {error}", reason="SIDECAR_LOST") from error
+        fds, self._fds = self._fds, []
         return number, name, values, fds
 
-    def _read(self, size: int, fds: list[int]) -> bytearray:
-        deadline, data, at = Deadline(_STALL_S), bytearray(size), 0
-        while at < size:
-            part = data if not at else bytearray(size - at)
-            packet = try_receive(self._socket, part)
-            if packet is None:
-                if not wait_for(self._socket, select.POLLIN, deadline):
-                    raise PeerError("a frame was not finished in time", reason="SIDECAR_LOST")
-                continue
-            fds += packet[1]
-            if not packet[0]:
-                raise PeerError("the other end is gone", reason="SIDECAR_LOST")
-            if at:
-                data[at : at + packet[0]] = part[: packet[0]]
-            at += packet[0]
-        return data
+    def _whole(self) -> bytes | None:
+        """Take a frame's body from what has been read; None while it is not all there."""
+        if len(self._begun) < _LENGTH.size:
+            return None
+        end = _LENGTH.size + _LENGTH.unpack_from(self._begun)[0]
+        if end > _MAX_BYTES + _LENGTH.size:
+            raise PeerError(f"a frame of {end - _LENGTH.size} B came", reason="PROTOCOL")
+        if len(self._begun) < end:
+            return None
+        body = bytes(memoryview(self._begun)[_LENGTH.size : end])
+        del self._begun[:end]
+        return body
+
+    def _read_some(self, patience_s: float) -> bool:
+        """Wait for bytes; False when none came, and none of a frame were there."""
+        if patience_s != self._patience_s:  # one call of the kernel for all of a frame, mostly
+            seconds = max(patience_s, 1e-3)  # 0 would be for ever
+            limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+            self._patience_s = patience_s
+        packet = try_receive(self._socket, self._buffer, wait=True)
+        if packet is None:
+            if self._begun:
+                raise PeerError("a frame was not finished in time", reason="SIDECAR_LOST")
+            return False
+        self._fds += packet[1]
+        if not packet[0]:
+            raise PeerError("the other end is gone", reason="SIDECAR_LOST")
+        self._begun += memoryview(self._buffer)[: packet[0]]
+        return True
 
     def ask(self, name: str, values: Any, timeout_s: float, fd: int = -1) -> Any:
         """Request and answer while nobody else receives (the greeting); raises the answer's error."""
@@ -134,7 +150,8 @@ class Pipe:
     def close(self) -> None:
         """Close the socket: for the receiving thread, or when there is none."""
         self.end()
-        self._socket.close()
+        with self._sending:  # whoever sends has been told by now
+            self._socket.close()
 
 
 def _plain(value: Any) -> Any:

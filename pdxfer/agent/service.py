@@ -18,9 +18,11 @@ import logging
 import math
 import operator
 import os
+import secrets
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from pdxfer.agent.choice import preference
@@ -32,7 +34,7 @@ from pdxfer.agent.memory import Memory
 from pdxfer.agent.peers import Layouts, Peers
 from pdxfer.agent.quotas import CallRates
 from pdxfer.agent.serve import serve_channel
-from pdxfer.agent.source import OnEnd, Source
+from pdxfer.agent.source import OnEnd, Source, check_id
 from pdxfer.agent.threads import start_thread
 from pdxfer.control import Caller, ControlServer, Credentials
 from pdxfer.control.convert import METHODS
@@ -70,7 +72,7 @@ from pdxfer.ticket import RankIssuer, Ticket
 from pdxfer.transport import NETWORK_SCHEMES, Listener, Region, Transport, create_transport, known_schemes
 from pdxfer.transport.curve import new_keys
 
-__all__ = ["Agent", "host_name"]
+__all__ = ["Agent", "host_name", "plain"]
 
 _SWEEP_S = 0.05
 _log = logging.getLogger("pdxfer.agent")
@@ -304,24 +306,32 @@ class Agent(ControlHandler):
             MisuseError: the id is in use, or a page table is wrong; nothing was sealed.
             PeerError: DRAINING.
         """
-        self._check_taking()
-        stands = _plain(kv_tokens if state_tokens is None else state_tokens)
-        shape = RequestShape(kv_tokens=_plain(kv_tokens), state_tokens=stands)
-        tokens = [_plain(token) for token in sampled]
-        return self.source.offer(
+        check_id(transfer)
+        stands = kv_tokens if state_tokens is None else state_tokens
+        nonce = secrets.token_bytes(16) if nonce is None else nonce
+        ticket = self.issuer.issue(
             transfer,
-            tables,
-            shape,
-            address=self.address,
-            sampled=tokens,
+            kv_tokens=plain(kv_tokens),
+            state_tokens=plain(stands),
+            sampled=[plain(token) for token in sampled],
             context=context,
             nonce=nonce,
             tenant=tenant,
             audience=audience,
-            trace=trace,
-            fence=fence,
-            on_end=on_end,
         )
+        told = self.seal(
+            transfer, tables, kv_tokens=kv_tokens, state_tokens=stands, nonce=nonce, tenant=tenant, trace=trace,
+            fence=fence, on_end=on_end,
+        )  # fmt: skip
+        return ticket if ticket.trace == told else replace(ticket, trace=told)
+
+    def seal(
+        self, transfer: str, tables: Mapping[str, Sequence[int]], *, kv_tokens: int, state_tokens: int, **about: Any
+    ) -> str:
+        """The half of ``offer`` that writes no ticket (of the ``nonce`` in ``about``). Returns the trace."""
+        self._check_taking()
+        shape = RequestShape(kv_tokens=plain(kv_tokens), state_tokens=plain(state_tokens))
+        return self.source.seal(transfer, tables, shape, **about)
 
     @property
     def issuer(self) -> RankIssuer:
@@ -359,18 +369,19 @@ class Agent(ControlHandler):
         Args:
             on_done: called by the fetch's thread at the end.
         """
-        fetch = self._new_fetch(ticket, tables, first_token, timeout_s, tenant)
+        fetch = self.new_fetch(ticket, tables, first_token, timeout_s, tenant)
         fetch.start(on_done)
         return fetch
 
-    def _new_fetch(
+    def new_fetch(
         self,
         ticket: Ticket | str,
         tables: Mapping[str, Sequence[int]],
         first_token: int,
         timeout_s: float,
-        tenant: str | None,
+        tenant: str | None = None,
     ) -> Fetch:
+        """A fetch that has not begun: for who calls its ``start`` or ``run`` at once, as these here do."""
         if math.isnan(timeout_s):
             raise MisuseError("a timeout that is no number never passes")
         parsed = _parsed(ticket)
@@ -381,7 +392,7 @@ class Agent(ControlHandler):
             try:
                 self._check_taking()
                 _check_meant(parsed, self.config.worker, tenant)
-                fetch = Fetch(self, parsed, tables, first_token=_plain(first_token), timeout_s=timeout_s)
+                fetch = Fetch(self, parsed, tables, first_token=plain(first_token), timeout_s=timeout_s)
             except PdxferError as error:
                 self.leave_siblings(parsed, error)
                 raise
@@ -410,7 +421,7 @@ class Agent(ControlHandler):
         Raises:
             PdxferError: and the pages are free again (not to be read): see the tree in ``errors.py``.
         """
-        fetch = self._new_fetch(ticket, tables, first_token, timeout_s, tenant)
+        fetch = self.new_fetch(ticket, tables, first_token, timeout_s, tenant)
         fetch.run()
         return fetch.wait()
 
@@ -588,7 +599,7 @@ def _check_meant(ticket: Ticket, worker: str, tenant: str | None) -> None:
         raise TicketError(f"{ticket.transfer}: the ticket is for another worker", reason="WRONG_AUDIENCE")
 
 
-def _plain(number: Any) -> Any:
+def plain(number: Any) -> Any:
     """NumPy's integers, which engines have, as Python's, which a ticket can carry; all else as it is, to be judged."""
     return number if isinstance(number, bool) or not hasattr(number, "__index__") else operator.index(number)
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SidecarFetch", "edge_from", "edge_to"]
 
+_EDGE = tuple(each.name for each in fields(EdgeStats))
 _PATIENCE_S = 60.0  # how much later than its deadline a fetch's end may be told
 
 
@@ -29,7 +30,7 @@ class SidecarFetch:
     def __init__(
         self, agent: SidecarAgent, number: int, ticket: Ticket, timeout_s: float, bring: Callable[[], None] | None
     ) -> None:
-        self._agent, self._number, self.ticket, self.bring = agent, number, ticket, bring
+        self._agent, self.number, self.ticket, self.bring = agent, number, ticket, bring
         self._deadline_s = time.monotonic() + timeout_s + _PATIENCE_S
         self.begun = False  # what it raises at its beginning is all that the engine hears
         self.arrived = False  # whole and verified in memory that is ours: no end of the sidecar takes it back
@@ -56,9 +57,13 @@ class SidecarFetch:
         """Wait until it has ended; False when it has not in time."""
         return self._over.wait(timeout_s)
 
+    def left_s(self) -> float:
+        """How long its end may still take to be told."""
+        return max(0.0, min(self._deadline_s - time.monotonic(), threading.TIMEOUT_MAX))
+
     def cancel(self, why: str = "cancelled by the engine") -> None:
         """Give up; ``wait`` raises AbortedError unless it was READY already."""
-        self._agent.tell("cancel", fetch=self._number, why=why)
+        self._agent.tell("cancel", fetch=self.number, why=why)
 
     def settle(self) -> bool:
         """Whether nobody can touch the pages of a failed fetch any more."""
@@ -66,7 +71,7 @@ class SidecarFetch:
 
     def wait(self) -> Received:
         """Wait for the end: the pages are then the engine's; raises the error it ended with."""
-        if not self._over.wait(max(0.0, min(self._deadline_s - time.monotonic(), threading.TIMEOUT_MAX))):
+        if not self._over.wait(self.left_s()):
             raise DeadlineError(f"{self.ticket.transfer}: the sidecar does not say how it ended; its pages stay taken")
         if isinstance(self._result, Received):
             self._taken = True
@@ -76,7 +81,7 @@ class SidecarFetch:
 
     def finish(self, result: Received | PdxferError, *, settled: bool = True) -> None:
         """The sidecar has said how it ended, or is gone."""
-        self._result, self._settled = result, settled
+        self._result, self._settled = result, settled or self._settled
         self._over.set()
 
     def settled(self) -> None:
@@ -86,7 +91,7 @@ class SidecarFetch:
 
 def edge_to(edge: EdgeStats) -> dict[str, Any]:
     """What an edge cost, as plain values."""
-    return {each.name: getattr(edge, each.name) for each in fields(edge)}
+    return {name: getattr(edge, name) for name in _EDGE}
 
 
 def edge_from(values: dict[str, Any]) -> EdgeStats:

@@ -18,7 +18,7 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from pdxfer.layout import Layout
     from pdxfer.transport import Transport
 
-__all__ = ["OnEnd", "Source"]
+__all__ = ["OnEnd", "Source", "check_id"]
 
 _ENDED_MAX = 1024
 _RELAY_WAIT_S = 0.02
@@ -112,39 +112,23 @@ class Source:
 
     # -- for the engine ------------------------------------------------------------------------------
 
-    def offer(
+    def seal(
         self,
         transfer: str,
         tables: Mapping[str, Sequence[int]],
         shape: RequestShape,
         *,
-        address: str,
-        sampled: Sequence[int] = (),
-        context: bytes = b"",
-        nonce: bytes | None = None,
+        nonce: bytes,
         tenant: str = "",
-        audience: str = "",
         trace: str = "",
         fence: Callable[[], None] | None = None,
         on_end: OnEnd | None = None,
-    ) -> Ticket:
-        """Seal and lease a request's pages; see ``Agent.offer``."""
-        if not isinstance(transfer, str) or not 0 < len(transfer) <= LIMITS["name_chars"]:
-            raise MisuseError(f"a transfer's id is a text of 1 to {LIMITS['name_chars']} characters, got {transfer!r}")
+    ) -> str:
+        """Seal and lease a request's pages, for the ticket with that nonce; see ``Agent.seal``."""
+        check_id(transfer)
         memory = self.memory
         side = memory.side(tables)
         side.check(memory.layout.spec, shape)
-        nonce = secrets.token_bytes(16) if nonce is None else nonce
-        ticket = self.issuer(address).issue(
-            transfer,
-            kv_tokens=shape.kv_tokens,
-            state_tokens=shape.state_tokens,
-            sampled=sampled,
-            context=context,
-            nonce=nonce,
-            tenant=tenant,
-            audience=audience,
-        )
         with self._lock:
             if (False, transfer) in self._records:
                 raise MisuseError(f"transfer {transfer!r} was offered before", hint="use a fresh id for every hand-off")
@@ -165,8 +149,7 @@ class Source:
             )
             self._remember((False, transfer), record)
             self.counters["offered"] += 1
-        told = record.timeline.trace
-        return ticket if ticket.trace == told else replace(ticket, trace=told)
+        return record.timeline.trace
 
     def issuer(self, address: str) -> RankIssuer:
         """What writes tickets in our name; peers reach us at ``address``."""
@@ -598,6 +581,12 @@ class Source:
         for record in expired:
             self._give_up(record)
         self._release_quiet()
+
+
+def check_id(transfer: object) -> None:
+    """Raise MisuseError for what can't be the id of an offer."""
+    if not isinstance(transfer, str) or not 0 < len(transfer) <= LIMITS["name_chars"]:
+        raise MisuseError(f"a transfer's id is a text of 1 to {LIMITS['name_chars']} characters, got {transfer!r}")
 
 
 def _check_reader(record: _Record, worker: str) -> None:

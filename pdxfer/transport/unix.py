@@ -1,7 +1,7 @@
 """Unix sockets that several threads use: whole packets or none, at most one file descriptor each, a known peer.
 
 In come packets and deadlines; out come packets, or the fact that there is no room or nothing there. This file knows
-no packet's meaning. Every call is without blocking, but for ``wait_for``.
+no packet's meaning. Every call is without blocking, but for ``wait_for`` and ``try_receive`` where it is told to wait.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ __all__ = ["UseCount", "check_peer", "try_receive", "try_send", "wait_for"]
 
 # As plain numbers: an enum's ``|`` is a dozen calls, and every message needs two.
 _RECEIVE_FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC)
+_WAIT_FLAGS = int(socket.MSG_CMSG_CLOEXEC)
 _SEND_FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 _CUT_FLAGS = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
 _RIGHTS_BYTES = socket.CMSG_SPACE(4 * array.array("i").itemsize)
@@ -103,8 +104,11 @@ def try_send(sock: socket.socket, parts: Sequence[bytes], fds: Sequence[int] = (
     return True
 
 
-def try_receive(sock: socket.socket, buffer: bytearray) -> tuple[int, list[int]] | None:
+def try_receive(sock: socket.socket, buffer: bytearray, *, wait: bool = False) -> tuple[int, list[int]] | None:
     """Receive one packet into ``buffer``; None when there is none.
+
+    Args:
+        wait: for one, as long as the socket's SO_RCVTIMEO says.
 
     Returns:
         Its size (0 means that the peer is gone) and at most one file descriptor, which is now the caller's.
@@ -113,7 +117,7 @@ def try_receive(sock: socket.socket, buffer: bytearray) -> tuple[int, list[int]]
         TransportError: the packet was cut off or brought more descriptors; they are closed.
     """
     try:
-        nbytes, rights, flags, _ = sock.recvmsg_into([buffer], _RIGHTS_BYTES, _RECEIVE_FLAGS)
+        nbytes, rights, flags, _ = sock.recvmsg_into([buffer], _RIGHTS_BYTES, _WAIT_FLAGS if wait else _RECEIVE_FLAGS)
     except BlockingIOError:
         return None
     if not rights and not flags & _CUT_FLAGS:

@@ -8,7 +8,9 @@ a gigabyte or two per rank, so at most ``_ALIVE`` live at a time: tests are orde
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,21 +18,27 @@ from typing import Any
 
 import pytest
 
+from pdxfer.agent.spawn import DaemonProcess
 from pdxfer.demo.vllm_models import SERVER_ARGUMENTS, demo_prompts, save_vllm_model
 from pdxfer.demo.vllm_servers import ServerConfig, VllmServer, connector_config, free_port
 
 __all__ = ["CONFIGS", "Fleet"]
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
 
 _ALIVE = 3
+_AGENT = {"call_s": 30.0, "stall_s": 30.0}  # cores may be few, and busy with other tests
 
 #: name -> what differs from vLLM's defaults. The first word is the model. A request whose load failed ends with an
-#: error, but at the servers b of the policy ``recompute``.
+#: error, but at the servers b and e of the policy ``recompute``.
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3-next a": {"conv_layout": "SD"},
     "qwen3-next b": {"conv_layout": "DS", "block_size": 512, "max_batched_tokens": 512, "prefix_caching": True},
     "qwen3-next c": {"conv_layout": "SD", "tp": 2, "prefix_caching": True},
+    # d and e: their agents in a daemon, with which all else is the same.
+    "qwen3-next d": {"conv_layout": "SD"},
+    "qwen3-next e": {"conv_layout": "SD", "tp": 2, "prefix_caching": True},
     "llama a": {},
     "llama b": {"block_size": 32, "max_batched_tokens": 256, "prefix_caching": True},
     "llama c": {"tp": 2, "prefix_caching": True},
@@ -46,6 +54,8 @@ class Fleet:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._servers: dict[str, VllmServer] = {}  # the least recently used first
+        self._short = tempfile.mkdtemp(prefix="v-")  # for sockets
+        self.daemons: dict[str, DaemonProcess] = {}
         self._answers: dict[tuple[str, tuple[int, ...], int], list[int]] = {}
 
     def servers(self, *names: str) -> list[VllmServer]:
@@ -79,6 +89,19 @@ class Fleet:
         """End all."""
         while self._servers:
             self._servers.popitem()[1].stop()
+        while self.daemons:
+            self.daemons.popitem()[1].__exit__(None)
+        shutil.rmtree(self._short)
+
+    def _connector(self, name: str, letter: str) -> dict[str, Any]:
+        if letter not in "de":
+            return _connector(letter, **_AGENT, **({"control": [_address()]} if letter in "ab" else {}))
+        if name not in self.daemons:
+            agent = {**_AGENT, "lease_s": 30.0, **({"control": [_address()]} if letter == "d" else {})}
+            settings = {"worker": name.replace(" ", "-"), "drain_s": 0, "log_level": "warning"}
+            settings |= {f"agent.{key}": value for key, value in agent.items()}
+            self.daemons[name] = DaemonProcess(f"{self._short}/{letter}/s", settings)
+        return _connector(letter, mode="sidecar", sidecar=self.daemons[name].socket)
 
     def _config(self, name: str) -> ServerConfig:
         model, _, letter = name.partition(" ")
@@ -87,31 +110,39 @@ class Fleet:
             save_vllm_model(model, checkpoint)
         self.spied(name).mkdir(exist_ok=True)
         cores = sorted(os.sched_getaffinity(0))
-        options = {"cores": [cores["ab".index(letter) % len(cores)]]} if letter in "ab" else {}
+        options = {"cores": [cores["abd".index(letter) % len(cores)]]} if letter in "abd" else {}
         return ServerConfig(
             model=checkpoint,
             directory=self.directory,
             name=name,
-            connector=_connector(letter),
+            connector=self._connector(name, letter),
             arguments=SERVER_ARGUMENTS[model],
             environment={"PYTHONPATH": str(ROOT), "SPY_DIRECTORY": str(self.spied(name))},
             **{**options, **CONFIGS[name]},
         )
 
 
-def _connector(letter: str) -> dict[str, Any]:
-    """The spy; an agent of one rank keeps its address over restarts. Cores may be few, and busy with other tests."""
-    extra: dict[str, Any] = {
-        "call_s": 30.0,
-        "stall_s": 30.0,
-        "timeout_s": 100.0,
-        "accept_state_dtypes": ["bfloat16"],
-    }
-    if letter in "ab":
-        extra["control"] = [f"tcp://127.0.0.1:{free_port()}"]
+def _connector(letter: str, **extra: Any) -> dict[str, Any]:
+    """The spy, which is the connector and writes down what it sees."""
     spy = {"kv_connector": "SpyConnector", "kv_connector_module_path": "tests.vllm.spy"}
-    policy = {"kv_load_failure_policy": "recompute" if letter == "b" else "fail"}
-    return {**connector_config(**extra), **spy, **policy}
+    policy = {"kv_load_failure_policy": "recompute" if letter in "be" else "fail"}
+    return {**connector_config(timeout_s=100.0, accept_state_dtypes=["bfloat16"], **extra), **spy, **policy}
+
+
+def _address() -> str:
+    """Of an agent of one rank, which keeps it over restarts."""
+    return f"tcp://127.0.0.1:{free_port()}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Those with agents in daemons come last, so that the servers d and e start once."""
+    items.sort(key=_by_sidecar)
+
+
+def _by_sidecar(item: pytest.Item) -> bool:
+    ends = getattr(item, "callspec", None)
+    names = [ends.params.get("source"), ends.params.get("target")] if ends and item.path.parent == HERE else []
+    return any(name and name[-1] in "de" for name in names)
 
 
 @pytest.fixture(scope="session")

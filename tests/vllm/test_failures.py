@@ -1,6 +1,6 @@
 """Tickets that can't be served: the request fails, or is computed anew, as the policy says, and never from wrong state.
 
-Server a has the policy ``fail``, server b ``recompute``; both keep their addresses when they are started again.
+Servers a and d have the policy ``fail``, b and e ``recompute``; a and b keep their addresses when started again.
 """
 
 from __future__ import annotations
@@ -13,16 +13,21 @@ from tests.vllm.hand_off import TOKENS, Prefilled, decode, failures, hand_off, p
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-A, B = "qwen3-next a", "qwen3-next b"
+A, B, D, E = (f"qwen3-next {letter}" for letter in "abde")
 
-both_ways = pytest.mark.parametrize(("source", "target"), [(A, B), (B, A)], ids=["recompute", "fail"])
+WAYS = pytest.mark.parametrize(("source", "target"), [(A, B), (B, A)], ids=["recompute", "fail"])
+BOTH_MODES = pytest.mark.parametrize(
+    ("source", "target"),
+    [(A, B), (B, A), (D, E), (E, D)],
+    ids=["recompute", "fail", "recompute, sidecar", "fail, sidecar"],
+)
 
 
 def check_refused(fleet: Fleet, target: str, given: Prefilled) -> None:
     """The target can't load this: it says so in its counters, and does what its policy says."""
     (server,) = fleet.servers(target)
     before = failures(server)
-    if target == B:
+    if target in (B, E):
         assert decode(server, given)[1] == fleet.own_answer(target, given.prompt, TOKENS)
     else:
         with pytest.raises(PeerError, match="answered 500"):
@@ -30,7 +35,7 @@ def check_refused(fleet: Fleet, target: str, given: Prefilled) -> None:
     wait_for(lambda: failures(server) > before, f"{target} counts a failure")
 
 
-@both_ways
+@BOTH_MODES
 def test_a_ticket_is_good_for_one_fetch(fleet: Fleet, prompts, source, target) -> None:
     prompt = prompts["qwen3-next"][3]
     servers = fleet.servers(source, target)
@@ -50,14 +55,14 @@ def test_a_ticket_after_its_lease(fleet: Fleet, prompts) -> None:
     assert hand_off(fleet, A, B, prompt, "late") == fleet.own_answer(B, prompt, TOKENS)
 
 
-@both_ways
+@BOTH_MODES
 def test_a_ticket_of_another_prompt(fleet: Fleet, prompts, source, target) -> None:
     mine, other = prompts["qwen3-next"][:2]
     given = prefill(fleet.servers(source, target)[0], other, "mixed up")
     check_refused(fleet, target, Prefilled(prompt=mine, salt=given.salt, request="", params=given.params))
 
 
-@both_ways
+@WAYS
 def test_prefill_dies_and_comes_back(fleet: Fleet, prompts, source, target) -> None:
     """Between its answer and the fetch. Back at its address, it serves and is served without a restart of the other."""
     servers = fleet.servers(source, target)
@@ -73,3 +78,23 @@ def test_prefill_dies_and_comes_back(fleet: Fleet, prompts, source, target) -> N
         prompt = prompts["qwen3-next"][number]
         assert hand_off(fleet, source, target, prompt, "after") == expected[number]
         assert hand_off(fleet, target, source, prompt, "and back") == fleet.own_answer(source, prompt, TOKENS)
+
+
+@pytest.mark.parametrize(("source", "target"), [(D, E), (E, D)], ids=["prefill's", "decode's"])
+def test_a_sidecar_dies_and_comes_back(fleet: Fleet, prompts, source, target) -> None:
+    """D's, between prefill's answer and the fetch: its servers hand over again, without a restart of theirs."""
+    servers = fleet.servers(source, target)
+    prompt = prompts["qwen3-next"][4]
+    expected = fleet.own_answer(target, prompt, TOKENS)
+    given = prefill(servers[0], prompt, f"its sidecar dies, to {target}")
+    fleet.daemons[D].restart()
+    if source == D:  # what was offered has gone with it
+        check_refused(fleet, target, given)
+
+    def serves_again() -> bool:
+        try:
+            return hand_off(fleet, source, target, prompt, "after") == expected
+        except PeerError:  # not attached yet
+            return False
+
+    wait_for(serves_again, "the next hand-off")

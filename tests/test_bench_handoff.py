@@ -10,6 +10,7 @@ import sys
 from contextlib import ExitStack
 from dataclasses import replace
 
+import click
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -257,6 +258,9 @@ def test_suite_judges_what_it_measured() -> None:
 
 
 def test_suite_says_what_it_could_not_measure() -> None:
+    for argv, message in ((["--only", "kimi"], "--only: only with"), (["--tokens", "3"], "--tokens: not with")):
+        with pytest.raises(click.UsageError, match=message):
+            run("handoff", *argv, *(["--suite", "reference"] if "not" in message else []))
     results = run("handoff", "--suite", "reference", "--only", "kimi", "--max-time", "1", "--shrink", "2048", code=1)
     (line,) = results["lines"]
     assert line["holds"] is False

@@ -9,6 +9,7 @@ import pytest
 
 from pdxfer.bench.compare import Condition
 from pdxfer.bench.measure import SCHEMA_VERSION
+from pdxfer.bench.show import _told_apart
 from pdxfer.cli.main import main
 from tests.conftest import require
 
@@ -81,6 +82,15 @@ def test_bad_input_is_exit_code_2(what: str, tmp_path: Path, capsys: pytest.Capt
     said = capsys.readouterr().err
     assert "error:" in said
     assert ("p99_ms" in said) == (what == "metric")  # what there is instead
+
+
+def test_rows_are_shown_by_what_tells_them_apart() -> None:
+    rows = ["row=ceiling: memcpy per run tp=2 tokens=5", "row=pdxfer tp=2 tokens=5 mode=direct"]
+    names, common = _told_apart(rows)
+    assert (names[rows[0]], names[rows[1]]) == ("row=ceiling: memcpy per run", "row=pdxfer mode=direct")
+    assert common == "tp=2 tokens=5"
+    assert _told_apart(rows[:1]) == ({rows[0]: rows[0]}, "")
+    assert _told_apart([]) == ({}, "")
 
 
 def test_a_change_from_nothing_is_without_bound() -> None:

@@ -81,9 +81,9 @@ class Received:
     ticket: Ticket
     edges: tuple[EdgeStats, ...]
     seconds: dict[str, float]
-    _plan: Callable[[], Plan]
-    _release: Callable[[], None]
-    _released: bool = field(default=False)
+    _plan: Callable[[], Plan] = field(repr=False)
+    _release: Callable[[], None] = field(repr=False)
+    _released: bool = field(default=False, repr=False)
 
     @property
     def plan(self) -> Plan:

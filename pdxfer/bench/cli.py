@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from pdxfer.bench import show
 
@@ -59,7 +60,7 @@ def bench() -> None:
     """
 
 
-@bench.command()
+@bench.command(short_help="Time a cold plan, and one rank's work per request.")
 @click.option("--layers", type=click.IntRange(4), default=64, show_default=True, help="Layers of the hybrid.")
 @click.option("--ranks", type=click.IntRange(1), default=16, show_default=True, help="TP on both sides.")
 @click.option("--tokens", type=click.IntRange(1), default=32768, show_default=True, help="Tokens of the request.")
@@ -79,7 +80,7 @@ def plan(as_json: bool, as_csv: bool, save: str, **sizes: int) -> None:
     _report("plan", lambda tick: bench_plan(options, tick), steps, as_json, show.plan, as_csv=as_csv, save=save)
 
 
-@bench.command()
+@bench.command(short_help="Sweep block and batch sizes over raw transports.")
 @click.option(
     "--transport", "--backend", "transports", default="shm,tcp", show_default=True, help="With commas; or all."
 )
@@ -115,7 +116,7 @@ def link(transports: str, op_type: str, listen: str, peer: str, max_time: float,
     _report("link", lambda tick: bench_link(options, tick, clock), steps, as_json, show.link, as_csv=as_csv, save=save)
 
 
-@bench.command()
+@bench.command(short_help="Time whole hand-offs, beside the same bytes copied by hand.")
 @click.option("--model", default="qwen3-next-80b-a3b", show_default=True, metavar="MODEL|config.json",
               help="A preset, a config.json, or fragments-SIZE: ten layers of pages of SIZE.")  # fmt: skip
 @click.option("--layers", type=click.IntRange(0), default=0, help="Only the model's first so many.  [default: all]")
@@ -157,7 +158,8 @@ def handoff(
 ) -> int:
     """Time whole hand-offs of a model's caches, beside the same bytes copied by hand and by others.
 
-    With --suite, which takes no other options but --runs, exit code 1 when a line does not hold.
+    With --suite, which takes no other options but --only, --shrink, --runs, --max-time, --json, --csv and --save, exit
+    code 1 when a line does not hold.
     """
     from pdxfer.bench import peer as peers
     from pdxfer.bench.handoff import bench_handoff, serve_source
@@ -165,6 +167,7 @@ def handoff(
 
     clock = peers.Clock(max_time)
     only, shrink = tuple(asked.pop("only")), asked.pop("shrink")
+    _check_suite(suite, asked)
     if listen:
         peers.listen(listen, serve_source, clock, lambda text: click.echo(text, err=True))
         return 0
@@ -177,6 +180,16 @@ def handoff(
     _report("handoff", lambda tick: bench_handoff(options, tick, clock), options.runs + 7, as_json, show.handoff,
             as_csv=as_csv, save=save)  # fmt: skip
     return 0
+
+
+def _check_suite(suite: str | None, asked: Mapping[str, Any]) -> None:
+    """Refuse options of the suite without it, and with it those of a single case."""
+    context = click.get_current_context()
+    said = {name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+    wrong = said & {*asked} - {"runs"} if suite else said & {"only", "shrink"}
+    if wrong:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(wrong))
+        raise click.UsageError(f"{names}: {'not with --suite' if suite else 'only with --suite reference'}")
 
 
 def _handoff_options(
@@ -199,7 +212,7 @@ def _handoff_options(
     )  # fmt: skip
 
 
-@bench.command()
+@bench.command(short_help="Show what changed from A to B, row by row.")
 @click.argument("first", metavar="A.json")
 @click.argument("second", metavar="B.json")
 @click.option("--fail-if", multiple=True, metavar="CONDITION", help="E.g. 'p99>+5%' or 'gb_per_s<-10%'; repeatable.")
@@ -216,7 +229,7 @@ def compare(first: str, second: str, fail_if: tuple[str, ...], as_json: bool) ->
     return 1 if found["failures"] else 0
 
 
-@bench.command()
+@bench.command(short_help="Draw reports: an HTML file with plots and rows, and PNGs.")
 @click.argument("reports", nargs=-1, required=True, metavar="A.json [B.json ...]")
 @click.option("-o", "--output", default="report.html", show_default=True, help=".html (and .png beside it), or .png.")
 def report(reports: tuple[str, ...], output: str) -> None:
@@ -227,7 +240,7 @@ def report(reports: tuple[str, ...], output: str) -> None:
         click.echo(written)
 
 
-@bench.command()
+@bench.command(short_help="Compare this connector with vLLM's own on two real servers.")
 @click.option("--python", default=sys.executable, help="An interpreter with vLLM, nixl and pdxfer; ours by default.")
 @click.option("--model", default="qwen3-next", show_default=True, help="qwen3-next, llama or deepseek-v3.")
 @click.option("--prefill-tp", type=click.IntRange(1), default=1, show_default=True, help="Ranks that prefill.")

@@ -52,8 +52,13 @@ class Options:
         if self.op_type not in ("WRITE", "READ"):
             raise MisuseError(f"op_type {self.op_type!r} is neither WRITE nor READ")
         counts = (self.num_iter, self.warmup_iter, self.num_threads, self.start_block_size, self.start_batch_size)
-        if min(counts) < 1 or not any(self.sizes()):
-            raise MisuseError(f"no size between the bounds, or something is below 1: {self}")
+        if min(counts) < 1:
+            raise MisuseError(f"block and batch sizes, iterations and threads must be at least 1, got {counts}")
+        if not any(self.sizes()):
+            blocks = f"blocks of {self.start_block_size} to {self.max_block_size} B"
+            batches = f"batches of {self.start_batch_size} to {self.max_batch_size}"
+            most = f"total_buffer_size {self.total_buffer_size} B"
+            raise MisuseError(f"no size to measure: {blocks} in {batches}, within {most}")
 
     def sizes(self) -> Iterator[tuple[int, int]]:
         """Block and batch sizes."""

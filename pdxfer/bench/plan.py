@@ -49,7 +49,7 @@ class PlanOptions:
 
     def __post_init__(self) -> None:
         if self.layers < 4 or min(self.ranks, self.tokens, self.page_tokens, self.repeats, self.megabytes) < 1:
-            raise MisuseError(f"at least 4 layers, and one of everything else: {self}")
+            raise MisuseError(f"at least 4 layers, and one of everything else, not {self}")
 
 
 def bench_plan(options: PlanOptions, tick: Tick) -> dict[str, Any]:

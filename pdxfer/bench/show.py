@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -126,17 +127,27 @@ def link(console: Console, results: dict[str, Any]) -> None:
 
 def changes(console: Console, found: dict[str, Any]) -> None:
     """What changed between two reports."""
+    names, common = _told_apart([change["row"] for change in found["changes"]])
     table = _table(found["what"], "row", "metric", "before", "after", "change")
     for change in found["changes"]:
         before, after = change["before"], change["after"]
         percent = f"{100 * (after / before - 1):+.1f} %" if before else ""
-        table.add_row(change["row"], change["metric"], f"{before:,.3f}", f"{after:,.3f}", percent)
+        table.add_row(names[change["row"]], change["metric"], f"{before:,.3f}", f"{after:,.3f}", percent)
     console.print(table)
+    if common:
+        console.print(f"in all rows: {common}", markup=False)
     for name in found["missing"]:
         console.print(f"only in one of them: {name}", style="yellow", markup=False)
     for failure in found["failures"]:
-        where = f"{failure['row']}, {failure['metric']} {failure['before']:.3f} to {failure['after']:.3f}"
+        where = f"{names[failure['row']]}, {failure['metric']} {failure['before']:.3f} to {failure['after']:.3f}"
         console.print(f"{failure['condition']}: {where}", style="red", markup=False)
+
+
+def _told_apart(rows: list[str]) -> tuple[dict[str, str], str]:
+    """Short names of rows that are key=value lists, without what they have in common, and that."""
+    pieces = {row: re.split(r" (?=\w+=)", row) for row in rows}
+    common = [p for p in pieces[rows[0]] if all(p in each for each in pieces.values())] if len(pieces) > 1 else []
+    return {row: " ".join(p for p in each if p not in common) or row for row, each in pieces.items()}, " ".join(common)
 
 
 def _notes(console: Console, results: dict[str, Any]) -> None:

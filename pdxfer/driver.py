@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -170,14 +170,15 @@ class EdgeReader:
             self._send(wire.Hello(self.session, self.digests, intake.credit()))
         source = self._import(told) if self.mode is Mode.DIRECT else None
         if source is not None:
-            with self.stats.stage("plan"):
-                self._prepare(source)
+            with self._planning():
+                self.program.address(source, self.target)
         while not intake.complete:
             self._want(intake)
-            if source is not None:  # the oldest wanted chunk is copied while the source digests it
-                oldest = intake.oldest
-                if oldest not in ahead:
-                    ahead[oldest] = self._place(self.program.chunks[oldest], None, source)
+            if source is not None and not ahead:  # all wanted chunks are copied while the source digests them
+                chunks = [self.program.chunks[number] for number in intake.underway]
+                with self._planning():  # of these alone: other edges' copies need not wait for all of ours
+                    packing.prepare(self.program, chunks, source, self.target, digests=self.digests)
+                ahead.update(zip(intake.underway, self._place(chunks, None, source), strict=True))
             asked = time.perf_counter()
             with self._receive() as message:
                 frame = self._frame(message, wire.Data)
@@ -187,7 +188,7 @@ class EdgeReader:
                 intake.expect(frame.chunk)
                 chunk = self.program.chunks[frame.chunk]
                 self._check_frame(chunk, frame, message, source)
-                found = ahead.pop(frame.chunk, None) or self._place(chunk, message, source)
+                found = ahead.pop(frame.chunk, None) or self._place([chunk], message, source)[0]
                 self._verify(chunk, frame, message, found)
             intake.accept(frame.chunk)
             self.stats.messages += 1
@@ -208,10 +209,12 @@ class EdgeReader:
             return False
         return True
 
-    def _prepare(self, source: Side) -> None:
+    @contextmanager
+    def _planning(self) -> Iterator[None]:
         """Apply both sides' page tables. Ours were checked before: what does not fit now is the source's."""
         try:
-            packing.prepare(self.program, source, self.target, digests=self.digests)
+            with self.stats.stage("plan"):
+                yield
         except MisuseError as error:
             raise PeerError(f"the source's page tables can't be right: {error.message}", reason="PROTOCOL") from error
 
@@ -234,26 +237,31 @@ class EdgeReader:
             component = self.program.items[lacking.item].component
             raise CorruptError(component, f"chunk {chunk.number} has {found} of {expected} bytes")
 
-    def _place(self, chunk: Chunk, message: Message | None, source: Side | None) -> list[bytes | None]:
-        """Put one chunk's segments into the target's pages; returns the digest of what lies there, for each."""
-        found: list[bytes | None] = []
+    def _place(self, chunks: Sequence[Chunk], message: Message | None, source: Side | None) -> list[list[bytes | None]]:
+        """Put chunks into the target's pages; returns the digest of what lies there, for each segment of each.
+
+        Those of a direct copy go in one lane: another thread would have to wake up between any two.
+        """
+        found: list[list[bytes | None]] = []
         payload = np.empty(0, np.uint8) if message is None else np.frombuffer(message.payload, np.uint8)
         # What a plane reads keeps no core busy, and may stand still: with a lane, all of this process would.
-        copied = 0 if source is not None and self._reads(source) else chunk.nbytes
+        copied = 0 if source is not None and self._reads(source) else sum(chunk.nbytes for chunk in chunks)
         with (
             lane(copied, self.copy_threads, digests=self.digests),
             self.stats.stage("unpack" if source is None else "move"),
         ):
-            for index, segment in enumerate(chunk.segments):
-                self.cancel.check()
-                converts = self.program.items[segment.item].converts
-                seed = self._seed(chunk, index) if self.digests and not converts else None
-                if source is None:
-                    data = payload[segment.offset : segment.offset + segment.nbytes]
-                    digest = packing.unpack(self.program, segment, self.target, data, kernel=self.kernel, seed=seed)
-                else:
-                    digest = packing.direct(self.program, segment, source, self.target, kernel=self.kernel, seed=seed)
-                found.append(digest)
+            for chunk in chunks:
+                found.append(placed := [])
+                for index, segment in enumerate(chunk.segments):
+                    self.cancel.check()
+                    converts = self.program.items[segment.item].converts
+                    seed = self._seed(chunk, index) if self.digests and not converts else None
+                    if source is None:
+                        data = payload[segment.offset : segment.offset + segment.nbytes]
+                        got = packing.unpack(self.program, segment, self.target, data, kernel=self.kernel, seed=seed)
+                    else:
+                        got = packing.direct(self.program, segment, source, self.target, kernel=self.kernel, seed=seed)
+                    placed.append(got)
         return found
 
     def _reads(self, source: Side) -> bool:

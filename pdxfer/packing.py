@@ -26,7 +26,7 @@ where the next page follows. Pieces do not depend on the layer, so a request's p
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -377,13 +377,13 @@ def direct(
     )
 
 
-def prepare(program: EdgeProgram, source: Side, target: Side, *, digests: bool) -> None:
-    """Do the thinking of all ``direct`` copies of a program, with or without digests, before the first byte moves.
+def prepare(program: EdgeProgram, chunks: Iterable[Chunk], source: Side, target: Side, *, digests: bool) -> None:
+    """Do the thinking of the ``direct`` copies of chunks, with or without digests, before the first byte moves.
 
     Raises:
         MisuseError: a page table is wrong, or an item converts its dtype.
     """
-    for chunk in program.chunks:
+    for chunk in chunks:
         for segment in chunk.segments:
             program.bound(segment, source, target).native_parts(digests=digests)
 

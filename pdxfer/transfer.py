@@ -330,9 +330,9 @@ class Intake:
         return wanted
 
     @property
-    def oldest(self) -> int:
-        """The first chunk that is underway."""
-        return min(self._underway)
+    def underway(self) -> list[int]:
+        """Chunks that were asked for and have not come, oldest first."""
+        return sorted(self._underway)
 
     def expect(self, chunk: int) -> None:
         """Raise PeerError for a chunk that was not asked for or came before; call it before looking at the bytes."""

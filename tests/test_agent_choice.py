@@ -206,6 +206,7 @@ def test_one_alone_tries_again_what_did_not_connect(monkeypatch):
             return address.partition("://")[0]
 
         monkeypatch.setattr(shm, "connect", slow)
+        monkeypatch.setattr(peers_module, "_CONNECT_S", 60.0)  # that long nobody else tries: cores may be busy
         (rest,) = peers._failed.values()
         rest.until_s = 0.0  # its time has come
         with ThreadPoolExecutor(1) as pool:

@@ -122,6 +122,13 @@ def test_times(text, found):
         ("admin = 'here'", r"^admin: .*'here' is not HOST:PORT \(", "HOST:PORT"),
         ("admin = '127.0.0.1:99999'", r"^admin: .* is not HOST:PORT", "HOST:PORT"),
         ("admin = '0.0.0.0:9464'", r"^admin: .*from other machines", "metrics"),
+        (
+            "[agent]\ncontrol = ['tcp://0.0.0.0:7000']\ninsecure = true",
+            "would listen on every interface",
+            "one interface",
+        ),
+        ("[agent]\ncontrol = ['tcp://192.0.2.7:7000']", "nothing would say who calls", "set tls"),
+        ("[agent]\ncontrol = ['127.0.0.1:7000']", "no known scheme", "tcp://host:port"),
         ("metrics = '9465'", r"^metrics: .*'9465' is not HOST:PORT", "HOST:PORT"),
         ("log_level = 'loud'", "log_level must be", ""),
         ("log_format = 'xml'", "log_format must be", ""),

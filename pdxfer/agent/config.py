@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from pdxfer.agent.quotas import Quotas
 from pdxfer.control import Tls
+from pdxfer.control.endpoint import Endpoint
 from pdxfer.errors import MisuseError
 from pdxfer.messages import LIMITS
 from pdxfer.packing import KERNELS, native_available
@@ -173,6 +174,11 @@ class DaemonConfig:
         known = {"auto", *known_schemes()}  # else the first engine would find out, and the daemon be ready before
         if unknown := [scheme for scheme in self.agent.transports if scheme not in known]:
             raise MisuseError(f"agent.transports has {unknown}; known are {', '.join(sorted(known))}")
+        for endpoint in map(
+            Endpoint.parse, self.agent.control
+        ):  # the same: names are resolved only where they are bound
+            if endpoint.ip is not None:
+                endpoint.check_open(endpoint.ip, allowed=self.agent.tls is not None or self.agent.insecure)
 
     def of_rank(self, rank: int, worker: str) -> AgentConfig:
         """The config of one attached rank's agent."""

@@ -110,3 +110,14 @@ class Endpoint:
             return ipaddress.ip_address(self.host)
         except ValueError:
             return None
+
+    def check_open(self, ip: ipaddress.IPv4Address | ipaddress.IPv6Address, *, allowed: bool) -> bool:
+        """Whether other machines can reach ``ip``, this endpoint's; raises MisuseError unless that is ``allowed``."""
+        if ip.is_unspecified:
+            raise MisuseError(f"{self} would listen on every interface", hint="give the address of one interface")
+        if not ip.is_loopback and not allowed:
+            raise MisuseError(
+                f"{self} can be reached from other machines, and nothing would say who calls",
+                hint="set tls, or listen on 127.0.0.1 or a unix:// path; insecure=true opens it to everybody",
+            )
+        return not ip.is_loopback

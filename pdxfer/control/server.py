@@ -330,15 +330,8 @@ def _permitted(endpoint: Endpoint, allowed: bool) -> tuple[Endpoint, bool]:
         raise MisuseError(f"host {endpoint.host!r} can't be resolved: {error}") from error
     # IPv4 first: localhost has both, and containers often lack IPv6.
     hosts = [str(entry[4][0]) for entry in sorted(found, key=lambda entry: entry[0] != socket.AF_INET)]
-    ip = ipaddress.ip_address(hosts[0])
-    if ip.is_unspecified:
-        raise MisuseError(f"{endpoint} would listen on every interface", hint="give the address of one interface")
-    if not ip.is_loopback and not allowed:
-        raise MisuseError(
-            f"{endpoint} can be reached from other machines, and nothing would say who calls",
-            hint="set tls, or listen on 127.0.0.1 or a unix:// path; insecure=true opens it to everybody",
-        )
-    return Endpoint(host=hosts[0], port=endpoint.port), not ip.is_loopback
+    exposed = endpoint.check_open(ipaddress.ip_address(hosts[0]), allowed=allowed)
+    return Endpoint(host=hosts[0], port=endpoint.port), exposed
 
 
 def _check_room(endpoint: Endpoint) -> None:

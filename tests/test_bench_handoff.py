@@ -302,7 +302,7 @@ def test_link_leaves_out_what_can_not_be_done_and_says_why() -> None:
     assert results["notes"][0].startswith("tcp: ")
     with pytest.raises(MisuseError, match="'pigeon' is no transport"):
         link.bench_link(link.Options(transports=("pigeon",)), lambda _: None, Clock(10))
-    with pytest.raises(MisuseError, match="no size between"):
+    with pytest.raises(MisuseError, match="no size to measure"):
         link.Options(total_buffer_size=100)
 
 

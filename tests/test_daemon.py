@@ -37,6 +37,15 @@ from tests.workers import Rank, Worker, layouts, resources
 
 ROUNDS = int(os.environ.get("PDXFER_ROUNDS", "7"))
 TOKENS = 70
+
+
+def stand_still(daemon):
+    """All its threads, before this returns: the signal alone leaves them a moment to answer in."""
+    daemon.process.send_signal(signal.SIGSTOP)
+    threads = Path(f"/proc/{daemon.process.pid}/task")
+    assert wait_until(lambda: all(") T " in (t / "stat").read_text() for t in threads.iterdir()), timeout_s=20.0)
+
+
 #: What gRPC's pool and pollers add, which grow with calls at the same moment; of dead engines' memory nothing stays.
 POOLS = {"fds": 12, "sockets": 6, "threads": 6}
 LAYOUT = {"tp": 1, "storage": {"page_tokens": 8, "pages": 256}}
@@ -263,7 +272,7 @@ def test_what_a_silent_sidecar_begins_late_ends_by_itself(directory, monkeypatch
         rank = Rank(layout, seed=2, sidecar=daemon.socket)
         with rank.agent as engine:
             ticket = peer.offer("one", TOKENS)
-            daemon.process.send_signal(signal.SIGSTOP)
+            stand_still(daemon)
             monkeypatch.setattr(client, "_CALL_S", 0.2)
             fetch = engine.start_fetch(ticket, rank.reserve("one", TOKENS))
             with pytest.raises(DeadlineError):
@@ -403,7 +412,7 @@ def test_what_is_refused_by_a_sidecar_that_dies_is_not_ended_once_more(directory
         rank = Rank(layout, seed=2, sidecar=daemon.socket)
         with rank.agent as engine, ThreadPoolExecutor(2) as pool:
             ticket, called = peer.offer("one", TOKENS), []
-            daemon.process.send_signal(signal.SIGSTOP)
+            stand_still(daemon)
             begun = [
                 pool.submit(
                     engine.offer,

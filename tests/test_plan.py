@@ -337,7 +337,7 @@ def test_a_missing_token_owner_is_refused(side):
 def test_another_dtype_is_refused():
     error = refusal(layout(GQA, Storage(kv_dtype="float8_e4m3fn")), layout(GQA))
     assert (error.component, error.field, error.source, error.target) == ("kv.k", "dtype", "float8_e4m3fn", "bfloat16")
-    assert "consent" in error.message
+    assert "only S is converted" in error.message
 
 
 def test_opaque_records_move_only_unchanged():

@@ -8,6 +8,8 @@ rests between calls of ``progress`` beat ucxx's own progress threads and its asy
 
 UCX can report a peer's failure only over transports that know of it, and drops the quick ones of one host for that
 (shared memory, reads of the peer's memory). Within a host the ZMQ line notices anyway, so there it isn't asked to.
+There UCX aborts the whole process when its read of a peer's memory (``cma``) meets one that has just been killed.
+``config={"TLS": "^cma"}`` avoids that, but then UCX leaves about three descriptors behind per channel.
 
 Trust: UCX asks nobody who they are, encrypts nothing, and parses the peer's address in C.
 """

@@ -26,6 +26,7 @@ from __future__ import annotations
 import base64
 import binascii
 import hmac
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -38,7 +39,7 @@ from pdxfer.keys import TicketKeys, check_key, key_id
 from pdxfer.spec import RequestSizes, request_bytes
 from pdxfer.trace import traceparent
 
-__all__ = ["TICKET_VERSION", "RankIssuer", "RankTicket", "Ticket", "issue_ticket", "seal_rank", "unseal"]
+__all__ = ["TICKET_VERSION", "RankIssuer", "RankTicket", "Ticket", "issue_ticket", "plain", "seal_rank", "unseal"]
 
 TICKET_VERSION = 3
 #: Default of how long a ticket is good for, in seconds; the lease may end sooner.
@@ -232,17 +233,18 @@ class RankIssuer:
     ) -> Ticket:
         """Return the ticket with this rank's sealed part; raises TicketError when no ticket can carry it."""
         try:
+            tokens = plain(kv_tokens)
             key = self.keys.active()[0]
             part = RankTicket(rank=self.rank, address=self.address, epoch=self.epoch, nonce=nonce, key_id=key_id(key))
             common = Ticket(
                 transfer=transfer,
                 worker=self.worker,
                 layout_digest=self.layout_digest,
-                state_tokens=state_tokens,
-                kv_tokens=kv_tokens,
-                sampled=tuple(sampled),
+                state_tokens=plain(state_tokens),
+                kv_tokens=tokens,
+                sampled=tuple(map(plain, sampled)),
                 context=context,
-                nbytes=request_bytes(self.sizes, kv_tokens),
+                nbytes=request_bytes(self.sizes, tokens),
                 tenant=tenant,
                 audience=audience,
                 lifetime_s=self.lifetime_s,
@@ -253,6 +255,11 @@ class RankIssuer:
             return Ticket.decode(common._written([fields]))  # which checks them as every reader will
         except (TypeError, ValueError, OverflowError) as error:
             raise TicketError(f"{transfer!r}: no ticket can carry this offer: {error}") from error
+
+
+def plain(number: Any) -> Any:
+    """NumPy's integers, which engines have, as Python's, which a ticket can carry; all else as it is, to be judged."""
+    return number if isinstance(number, bool) or not hasattr(number, "__index__") else operator.index(number)
 
 
 def issue_ticket(issuers: Sequence[RankIssuer], transfer: str, **facts: Any) -> Ticket:

@@ -35,7 +35,7 @@ from pdxfer.agent.config import AgentConfig, Incarnation
 from pdxfer.agent.fetch import Received
 from pdxfer.agent.frames import FRAMES_VERSION, Pipe, error_from, open_socket
 from pdxfer.agent.mirror import Mirror, SharedMemory
-from pdxfer.agent.service import Agent, plain
+from pdxfer.agent.service import Agent
 from pdxfer.agent.sidecar_fetch import SidecarFetch, edge_from
 from pdxfer.agent.source import OnEnd, check_id
 from pdxfer.agent.threads import start_thread
@@ -271,16 +271,9 @@ class SidecarAgent:
         check_id(transfer)
         stands, nonce = kv_tokens if state_tokens is None else state_tokens, nonce or secrets.token_bytes(16)
         issue = partial(
-            self.issuer.issue,
-            transfer,
-            kv_tokens=plain(kv_tokens),
-            state_tokens=plain(stands),
-            sampled=[plain(token) for token in sampled],
-            context=context,
-            nonce=nonce,
-            tenant=tenant,
-            audience=audience,
-        )
+            self.issuer.issue, transfer, kv_tokens=kv_tokens, state_tokens=stands, sampled=sampled, context=context,
+            nonce=nonce, tenant=tenant, audience=audience,
+        )  # fmt: skip
         if self._mirror is not None:
             fence = partial(self._mirror.out, tables, RequestShape(kv_tokens=int(kv_tokens)), fence)
         offered, tickets = _Offered(fence=fence, on_end=on_end), list[Ticket]()

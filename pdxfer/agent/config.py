@@ -174,9 +174,8 @@ class DaemonConfig:
         known = {"auto", *known_schemes()}  # else the first engine would find out, and the daemon be ready before
         if unknown := [scheme for scheme in self.agent.transports if scheme not in known]:
             raise MisuseError(f"agent.transports has {unknown}; known are {', '.join(sorted(known))}")
-        for endpoint in map(
-            Endpoint.parse, self.agent.control
-        ):  # the same: names are resolved only where they are bound
+        for address in self.agent.control:  # the same; names are resolved only where they are bound
+            endpoint = Endpoint.parse(address)
             if endpoint.ip is not None:
                 endpoint.check_open(endpoint.ip, allowed=self.agent.tls is not None or self.agent.insecure)
 

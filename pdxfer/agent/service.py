@@ -16,7 +16,6 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import operator
 import os
 import secrets
 import threading
@@ -68,11 +67,11 @@ from pdxfer.messages import (
     check_versions,
 )
 from pdxfer.pages import RequestShape
-from pdxfer.ticket import RankIssuer, Ticket
+from pdxfer.ticket import RankIssuer, Ticket, plain
 from pdxfer.transport import NETWORK_SCHEMES, Listener, Region, Transport, create_transport, known_schemes
 from pdxfer.transport.curve import new_keys
 
-__all__ = ["Agent", "host_name", "plain"]
+__all__ = ["Agent", "host_name"]
 
 _SWEEP_S = 0.05
 _log = logging.getLogger("pdxfer.agent")
@@ -310,15 +309,9 @@ class Agent(ControlHandler):
         stands = kv_tokens if state_tokens is None else state_tokens
         nonce = secrets.token_bytes(16) if nonce is None else nonce
         ticket = self.issuer.issue(
-            transfer,
-            kv_tokens=plain(kv_tokens),
-            state_tokens=plain(stands),
-            sampled=[plain(token) for token in sampled],
-            context=context,
-            nonce=nonce,
-            tenant=tenant,
-            audience=audience,
-        )
+            transfer, kv_tokens=kv_tokens, state_tokens=stands, sampled=sampled, context=context, nonce=nonce,
+            tenant=tenant, audience=audience,
+        )  # fmt: skip
         told = self.seal(
             transfer, tables, kv_tokens=kv_tokens, state_tokens=stands, nonce=nonce, tenant=tenant, trace=trace,
             fence=fence, on_end=on_end,
@@ -597,11 +590,6 @@ def _check_meant(ticket: Ticket, worker: str, tenant: str | None) -> None:
         raise TicketError(f"{ticket.transfer}: the ticket is another tenant's", reason="WRONG_TENANT")
     if ticket.audience not in ("", worker):
         raise TicketError(f"{ticket.transfer}: the ticket is for another worker", reason="WRONG_AUDIENCE")
-
-
-def plain(number: Any) -> Any:
-    """NumPy's integers, which engines have, as Python's, which a ticket can carry; all else as it is, to be judged."""
-    return number if isinstance(number, bool) or not hasattr(number, "__index__") else operator.index(number)
 
 
 def host_name() -> str:
